@@ -1,0 +1,1 @@
+"""Prefect blocks: servers, hosts, storage and alerts."""

@@ -1,0 +1,1 @@
+"""Registration of deployments, schedules and automations; run configs in YAML."""

@@ -1,0 +1,21 @@
+"""Settings of the embedded target server."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from eyas.settings import Settings
+
+
+class EngineConfig(Settings):
+    """The embedded engine: one process, one model, a CPU."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="Precision of weights and cache; auto measures both at start and takes the faster."
+    )
+    max_running_requests: int = Field(default=64, ge=1, le=512, description="Requests decoded together.")
+    max_total_tokens: int = Field(default=0, ge=0, description="Tokens the KV cache holds; 0 derives it from memory.")
+    threads: int = Field(default=0, ge=0, description="Torch threads; 0 takes every core.")
+    port: int = Field(default=0, ge=0, le=65535, description="Port on loopback; 0 takes a free one.")

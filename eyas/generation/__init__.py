@@ -1,0 +1,1 @@
+"""Phase 2: the target's own responses, journalled, gated and forecast."""

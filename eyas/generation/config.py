@@ -1,0 +1,59 @@
+"""How responses are generated, watched and accepted."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from eyas.settings import Settings
+
+
+class SamplingConfig(Settings):
+    """Sampling parameters, always sent explicitly; unset values come from the target's generation_config.json."""
+
+    temperature: float | None = Field(
+        default=None, ge=0, le=5, description="Temperature; unset takes the target's recommendation, then 1.0."
+    )
+    top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus; unset takes the target's, then 1.0.")
+    top_k: int | None = Field(default=None, ge=-1, description="Top-k, -1 for all; unset takes the target's, then -1.")
+    min_p: float = Field(default=0.0, ge=0, le=1, description="Least probability relative to the most likely token.")
+    repetition_penalty: float = Field(default=1.0, gt=0, le=2, description="1.0 leaves the distribution alone.")
+    stop_token_ids: list[int] = Field(default_factory=list, description="Stop tokens; empty takes the target's end tokens.")
+
+
+class GateConfig(Settings):
+    """Share of replies from which a gate warns and from which it stops the run."""
+
+    warn: float = Field(ge=0, le=1, description="Share that warns.")
+    stop: float = Field(ge=0, le=1, description="Share that stops the dataset.")
+
+
+class GatesConfig(Settings):
+    """Quality gates over the last replies of a dataset."""
+
+    window: int = Field(default=200, ge=8, description="Replies that a rolling gate looks at.")
+    min_replies: int = Field(default=16, ge=4, description="Replies before a gate may stop anything.")
+    empty: GateConfig = GateConfig(warn=0.02, stop=0.2)
+    cut_by_length: GateConfig = GateConfig(warn=0.3, stop=1.0)
+    unclosed_reasoning: GateConfig = GateConfig(warn=0.1, stop=0.6)
+    no_reasoning: GateConfig = GateConfig(warn=0.05, stop=0.5)
+    repetition: GateConfig = GateConfig(warn=0.2, stop=1.0)
+    rejected: GateConfig = GateConfig(warn=0.02, stop=0.3)
+
+
+class GenerationConfig(Settings):
+    """Phase 2: generation of the target's own responses."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    seed: int = Field(default=0, ge=0, description="Base of the per-request sampling seed.")
+    canary: int = Field(default=16, ge=0, description="Replies per dataset that must pass before the long run starts.")
+    max_attempts: int = Field(default=6, ge=1, description="Attempts per record before it is rejected; outages do not count.")
+    dataset_floor: float = Field(
+        default=0.02, ge=0, le=0.125, description="Least share of requests in flight for every unfinished dataset."
+    )
+    proof_prompts: int = Field(default=4, ge=0, description="Prompts per dataset whose rendering the server must confirm.")
+    max_new_tokens: int = Field(default=0, ge=0, description="Cap over every dataset's own, in tokens; 0 for none.")
+    min_new_tokens_room: int = Field(default=16, ge=2, description="Room in the context below which a record is rejected.")
+    gates: GatesConfig = GatesConfig()
+    reject_limit: float = Field(
+        default=0.05, ge=0, le=1, description="Share of rejected records above which the stage exits with 3."
+    )

@@ -1,0 +1,27 @@
+"""How hidden states are extracted and stored."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from eyas.settings import Settings
+
+
+class HiddenConfig(Settings):
+    """Phase 4: source, codec and shape of the hidden-state store."""
+
+    source: Literal["transformers", "sglang", "vllm"] = Field(default="transformers", description="Who computes the states.")
+    codec: Literal["bf16"] = Field(default="bf16", description="How states are stored.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="Precision of the forward pass of the transformers source."
+    )
+    shard_bytes: int = Field(default=256 << 20, ge=1 << 20, description="Wanted size of one shard, in bytes.")
+    batch_tokens: int = Field(default=4096, ge=16, description="Tokens of one forward pass.")
+    disk_reserve_bytes: int = Field(default=1 << 30, ge=0, description="Bytes that must stay free on the disk.")
+    probe_records: int = Field(default=64, ge=0, description="Replies on which the source is proven before it runs.")
+    min_greedy_agreement: float = Field(
+        default=0.99, ge=0, le=1, description="Share of probe tokens that lm_head must reproduce, ties aside."
+    )
+    threads: int = Field(default=0, ge=0, description="Torch threads; 0 takes every core.")

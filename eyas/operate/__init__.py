@@ -1,0 +1,1 @@
+"""Running it: plan, pipeline, forecasts, status, report and the command line."""

@@ -1,0 +1,1 @@
+"""The contract with SGLang servers: client, pool, health and metrics."""

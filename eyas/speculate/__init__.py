@@ -1,0 +1,1 @@
+"""Phase 6: speculative decoding and the benchmark of a served draft."""

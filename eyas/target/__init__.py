@@ -1,0 +1,1 @@
+"""The target: its spec, tokenizer, rendering, reasoning format and weights."""

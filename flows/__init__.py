@@ -1,0 +1,1 @@
+"""Prefect flows: one per phase, one for the whole, one that watches."""
