@@ -1,0 +1,79 @@
+"""May the draft be served? The checks between a benchmark and a deployment, and the decision they give.
+
+All must hold: the servers are what they claim to be, no canary reply is wrong, the accept length is above
+its floor and near the replayed prediction. Otherwise the target goes on without a draft, and the
+decision says why. A right output with a poor accept length is how a wrong layer id or a lost norm looks
+(https://github.com/vllm-project/vllm/pull/50170), hence the last two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from eyas.speculate.config import BenchmarkConfig
+
+
+class Check(BaseModel):
+    """One condition of a deployment: what was seen, what was wanted."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    holds: bool
+    seen: str
+    wanted: str
+
+
+class Decision(BaseModel):
+    """Whether the draft is served; `reason` names every check that failed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    serves_draft: bool
+    reason: str
+    checks: list[Check]
+
+
+def identity_checks(server_info: dict[str, Any], *, target: str, draft: str, num_draft_tokens: int) -> list[Check]:
+    """Compare a server's own account (`/server_info`) with the target, draft and chain that were asked for."""
+    wanted: dict[str, Any] = {
+        "model_path": target,
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": draft,
+        "speculative_num_steps": num_draft_tokens,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": num_draft_tokens + 1,
+    }
+    return [
+        Check(name=key, holds=str(server_info.get(key)) == str(value), seen=str(server_info.get(key)), wanted=str(value))
+        for key, value in wanted.items()
+    ]
+
+
+def result_checks(results: dict[str, Any], config: BenchmarkConfig) -> list[Check]:
+    """Canary, floor and prediction, from `results.json`."""
+    accept, wrong = results["accept_length"]["overall"], results["outputs"]["wrong"]
+    predicted = results["predicted_accept_length"]
+    checks = [
+        Check(name="replies", holds=wrong == 0, seen=f"{wrong} of {results['outputs']['checked']} wrong", wanted="0 wrong"),
+        Check(name="accept length", holds=accept >= config.accept_floor, seen=f"{accept:.3f}", wanted=f">= {config.accept_floor}"),
+    ]
+    if predicted is not None:
+        gap = abs(accept - predicted) / predicted
+        checks.append(
+            Check(
+                name="prediction",
+                holds=gap <= config.prediction_tolerance,
+                seen=f"served {accept:.3f}, replayed {predicted:.3f}, {gap:.1%} apart",
+                wanted=f"within {config.prediction_tolerance:.0%}; else the server reads another layer, norm or vocabulary map",
+            )
+        )
+    return checks
+
+
+def decide(checks: list[Check]) -> Decision:
+    """Serve the draft if every check holds; otherwise say which did not and what was wanted."""
+    failed = [f"{check.name}: {check.seen}, wanted {check.wanted}" for check in checks if not check.holds]
+    return Decision(serves_draft=not failed, reason="; ".join(failed) or "all checks hold", checks=checks)

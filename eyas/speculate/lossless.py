@@ -1,0 +1,96 @@
+"""Is a reply with the draft the target's own? Each one is *identical*, a *tie*, or *wrong*.
+
+Verifying K + 1 tokens and decoding one use different matrix shapes, so in low precision near-ties may
+flip. At the first difference the target itself judges, in this process and in the served precision: a
+*tie* if its gap between the two tokens is at most ε, the largest |Δlogit| measured between its one-token
+and its (K + 1)-token forwards on that prefix; otherwise *wrong*. In fp32 all replies should be identical.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from eyas.target.spec import TargetSpec
+
+_DECODED_TOKENS = 32
+"""The end of a prefix that is decoded both ways; what stands before it is prefilled once for each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Outcome of one comparison; `position` is the first difference in the reply, logits in the target's units."""
+
+    outcome: Literal["identical", "tie", "wrong"]
+    position: int | None = None
+    gap: float | None = None
+    epsilon: float | None = None
+
+
+def load_judge(spec: TargetSpec, dtype: str) -> Any:
+    """The target as a `transformers` causal model in `dtype` ("float32" or "bfloat16"), independent of any engine."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        spec.folder, dtype=getattr(torch, dtype), trust_remote_code=bool(spec.remote_code_sha256), local_files_only=True
+    )
+    model.eval()
+    return model
+
+
+def first_difference(expected: Sequence[int], seen: Sequence[int]) -> int | None:
+    """Index of the first place where two replies differ, a missing token included; None if they are equal."""
+    for position, (wanted, token) in enumerate(zip(expected, seen, strict=False)):
+        if wanted != token:
+            return position
+    return None if len(expected) == len(seen) else min(len(expected), len(seen))
+
+
+def judge(model: Any, prompt: Sequence[int], expected: Sequence[int], seen: Sequence[int], num_draft_tokens: int) -> Verdict:
+    """Compare a greedy reply (`seen`, with the draft) with the one without (`expected`); a length that differs is wrong."""
+    position = first_difference(expected, seen)
+    if position is None:
+        return Verdict(outcome="identical")
+    if position >= min(len(expected), len(seen)):
+        return Verdict(outcome="wrong", position=position)
+    gap, epsilon = measure_tie(
+        model, [*prompt, *expected[:position]], (expected[position], seen[position]), num_draft_tokens, num_decoded=position
+    )
+    return Verdict(outcome="tie" if gap <= epsilon else "wrong", position=position, gap=gap, epsilon=epsilon)
+
+
+@torch.inference_mode()
+def measure_tie(
+    model: Any, prefix: Sequence[int], tokens: tuple[int, int], num_draft_tokens: int, *, num_decoded: int
+) -> tuple[float, float]:
+    """(gap, ε) after `prefix`: |Δlogit| of the two `tokens`, and the largest |Δlogit| between the two ways to decode.
+
+    The last `num_decoded` tokens of the prefix (32 at most, in whole windows of K + 1) are fed one by one
+    and again in windows of K + 1; ε is taken over the vocabulary and the positions of the last window.
+    """
+    window = num_draft_tokens + 1
+    # At least one window, where the prefix allows: the last token may still belong to the prompt.
+    num_windows = max(1, min(num_decoded, _DECODED_TOKENS) // window)
+    start = max(len(prefix) - num_windows * window, 0)
+    single = _decode(model, prefix, start, 1)[-window:]  # [<= K+1, V]
+    multiple = _decode(model, prefix, start, window)[-window:]
+    gap = (single[-1, tokens[0]] - single[-1, tokens[1]]).abs().item()
+    return gap, (single - multiple).abs().max().item()
+
+
+def _decode(model: Any, prefix: Sequence[int], start: int, step: int) -> torch.Tensor:
+    """Logits [len(prefix) - start, V] fp32: `prefix[:start]` in one forward, the rest `step` tokens at a time."""
+    from transformers import DynamicCache
+
+    ids = torch.tensor([list(prefix)], device=model.device)
+    cache = DynamicCache(config=model.config)
+    if start:
+        model(input_ids=ids[:, :start], cache=cache, use_cache=True, logits_to_keep=1)
+    chunks = [
+        model(input_ids=ids[:, first : first + step], cache=cache, use_cache=True).logits[0].float()
+        for first in range(start, len(prefix), step)
+    ]
+    return torch.cat(chunks)

@@ -1,0 +1,268 @@
+"""What the benchmark writes: raw measurements per set, the figures drawn from them, and a readable report.
+
+Raw first: `raw-<set>.json` holds every reply's ids and counts and every timed block; `results.json` is a
+function of those files alone, so each figure can be traced and none needs a server to be made again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from eyas.speculate.accept import DEFINITION, AcceptCounts, interval, pool
+
+Side = Literal["off", "on"]
+Outcome = Literal["identical", "tie", "wrong"]
+
+
+class Row(BaseModel):
+    """One prompt of a set: the target's own reply, its loop-free part, and what the draft and the baselines made of that."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str
+    dataset: str
+    prompt_ids: list[int]
+    reference_ids: list[int]
+    loop_free_tokens: int
+    draft_ids: list[int]
+    outcome: Outcome
+    difference: dict[str, float | int | None] = Field(default_factory=dict)
+    verifications: int
+    accepted: int
+    baselines: dict[str, tuple[int, int]] = Field(default_factory=dict)
+    """Name of a drafter without a model → (verifications, accepted) on the same part of the reply."""
+    predicted: tuple[int, int] | None = None
+    """(verifications, accepted) of the replay."""
+
+    @property
+    def counts(self) -> AcceptCounts:
+        return AcceptCounts(verifications=self.verifications, accepted=self.accepted)
+
+
+class TimedBlock(BaseModel):
+    """One timed block: one side, one number of requests in flight; times in seconds."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    side: Side
+    concurrency: int
+    round: int
+    wall_s: float
+    output_tokens: int
+    latencies_s: list[float]
+    first_tokens_s: list[float] = Field(default_factory=list)
+    outcomes: list[Outcome] = Field(default_factory=list)
+    """One per reply with the draft, against the reply without it at the same load."""
+
+
+class SetMeasurement(BaseModel):
+    """Everything measured on one set."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    engine: dict[str, Any] = Field(default_factory=dict)
+    identity: list[dict[str, Any]] = Field(default_factory=list)
+    rows: list[Row]
+    blocks: list[TimedBlock]
+
+
+def summarise(measurements: list[SetMeasurement], *, engine: str, num_draft_tokens: int, min_verifications: int) -> dict[str, Any]:
+    """The content of `results.json`; `overall` pools the held-out prompts, or all sets where there are none."""
+    rows = [row for measurement in measurements for row in measurement.rows]
+    heldout = [row for measurement in measurements if measurement.name == "heldout" for row in measurement.rows]
+    headline = heldout or rows
+    blocks = [block for measurement in measurements for block in measurement.blocks]
+    timing = _timing(blocks)
+    by_dataset = {name: [row for row in headline if row.dataset == name] for name in sorted({row.dataset for row in headline})}
+    per_set = {measurement.name: _accept(measurement.rows) for measurement in measurements}
+    overall = _accept(headline)
+    return {
+        "schema_version": 1,
+        "definition": DEFINITION + "; on the loop-free part of replies",
+        "engine": engine,
+        "engine_details": measurements[0].engine if measurements else {},
+        "num_draft_tokens": num_draft_tokens,
+        "accept_length": {
+            "overall": overall["accept_length"],
+            "overall_pools": "heldout" if heldout else "all sets",
+            "per_dataset": {name: _accept(items)["accept_length"] for name, items in by_dataset.items()},
+            "per_set": {name: item["accept_length"] for name, item in per_set.items()},
+            "interval_80": overall["interval_80"],
+            "interval_95": overall["interval_95"],
+            "num_verifications": overall["num_verifications"],
+            "num_accepted": overall["num_accepted"],
+            "wanted_verifications": min_verifications,
+            "has_enough_verifications": pool(row.counts for row in rows).verifications >= min_verifications,
+        },
+        "all_sets": _accept(rows),
+        "per_dataset": {name: _accept(items) for name, items in by_dataset.items()},
+        "per_set": per_set,
+        "outputs": _outputs([row.outcome for row in rows] + [outcome for block in blocks for outcome in block.outcomes]),
+        "predicted_accept_length": overall["predicted_accept_length"],
+        "baselines": overall["baselines"],
+        "beats_baselines": all(value < overall["accept_length"] for value in overall["baselines"].values()),
+        "speedup": timing[0]["speedup"] if timing else None,
+        "timing": timing,
+        "timing_per_set": {measurement.name: _timing(measurement.blocks) for measurement in measurements},
+        "loops": {
+            "replies": len(rows),
+            "with_loop": sum(row.loop_free_tokens < len(row.reference_ids) for row in rows),
+            "tokens": sum(len(row.reference_ids) for row in rows),
+            "loop_free_tokens": sum(row.loop_free_tokens for row in rows),
+        },
+    }
+
+
+def _accept(rows: list[Row]) -> dict[str, Any]:
+    counts = [row.counts for row in rows]
+    total = pool(counts)
+    predicted = [_counts(row.predicted) for row in rows if row.predicted is not None]
+    names = sorted({name for row in rows for name in row.baselines})
+    return {
+        "accept_length": total.accept_length,
+        "interval_80": list(interval(counts, 0.80)),
+        "interval_95": list(interval(counts, 0.95)),
+        "num_requests": len(rows),
+        "num_verifications": total.verifications,
+        "num_accepted": total.accepted,
+        "predicted_accept_length": pool(predicted).accept_length if predicted else None,
+        "baselines": {name: pool(_counts(row.baselines[name]) for row in rows).accept_length for name in names},
+        "outputs": _outputs([row.outcome for row in rows]),
+    }
+
+
+def _counts(pair: tuple[int, int]) -> AcceptCounts:
+    return AcceptCounts(verifications=pair[0], accepted=pair[1])
+
+
+def _outputs(outcomes: list[Outcome]) -> dict[str, int]:
+    return {"checked": len(outcomes)} | {name: outcomes.count(name) for name in ("identical", "tie", "wrong")}
+
+
+def _timing(blocks: list[TimedBlock]) -> list[dict[str, Any]]:
+    points = []
+    for concurrency in dict.fromkeys(block.concurrency for block in blocks):
+        at_point = [block for block in blocks if block.concurrency == concurrency]
+        sides = {side: [block for block in at_point if block.side == side] for side in ("off", "on")}
+        rates = {side: _rate(items) for side, items in sides.items()}
+        # A-B-B-A: the n-th block of one side stands beside the n-th of the other.
+        pairs = [_rate([on]) / _rate([off]) for off, on in zip(sides["off"], sides["on"], strict=True)]
+        points.append(
+            {
+                "concurrency": concurrency,
+                "speedup": rates["on"] / rates["off"],
+                "speedup_min": min(pairs),
+                "speedup_max": max(pairs),
+                "block_pairs": len(pairs),
+                **{f"tokens_per_s_{side}": rates[side] for side in sides},
+                **{
+                    f"latency_s_{side}": _percentiles([time for item in items for time in item.latencies_s])
+                    for side, items in sides.items()
+                },
+                **{
+                    f"first_token_s_{side}": _percentiles([time for item in items for time in item.first_tokens_s])
+                    for side, items in sides.items()
+                },
+            }
+        )
+    return points
+
+
+def _rate(blocks: list[TimedBlock]) -> float:
+    return sum(block.output_tokens for block in blocks) / sum(block.wall_s for block in blocks)
+
+
+def _percentiles(times_s: list[float]) -> dict[str, float] | None:
+    if not times_s:
+        return None
+    return {f"p{percent}": float(np.percentile(times_s, percent)) for percent in (50, 90, 99)}
+
+
+def render_report(results: dict[str, Any]) -> str:
+    """`report.md`: the figures with their raw counts, spread and what they do not say."""
+    accept, outputs = results["accept_length"], results["outputs"]
+    low, high = accept["interval_95"]
+    lines = [
+        "# Benchmark of the draft",
+        "",
+        f"Engine: {results['engine']} ({_details(results['engine_details'])}), "
+        f"K = {results['num_draft_tokens']} drafts per verification.",
+        "",
+        f"**Accept length {accept['overall']:.3f}** (95 % interval {low:.3f}–{high:.3f}; {accept['num_accepted']:,} accepted in "
+        f"{accept['num_verifications']:,} verifications; {accept['overall_pools']}). {results['definition'].capitalize()}.",
+        "",
+    ]
+    if not accept["has_enough_verifications"]:
+        lines += [
+            f"All sets together hold {results['all_sets']['num_verifications']:,} verifications, fewer than the "
+            f"{accept['wanted_verifications']:,} wanted: read the interval.",
+            "",
+        ]
+    lines += [
+        f"Replies at temperature 0 against the target without draft: {outputs['checked']} checked, "
+        f"{outputs['identical']} identical, {outputs['tie']} ties, {outputs['wrong']} wrong.",
+        "",
+        "| prompts | accept length | 95 % | verifications | predicted | bigram | prompt-lookup | identical / tie / wrong |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [_accept_line(name, item) for name, item in (results["per_dataset"] | results["per_set"]).items()]
+    lines += [
+        "",
+        "| in flight | speed-up | spread | tok/s off | tok/s on | latency p50 off → on | p99 off → on | first token p50 off → on |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [_timing_line(point) for point in results["timing"]]
+    loops = results["loops"]
+    lines += [
+        "",
+        f"{loops['with_loop']} of {loops['replies']} replies fell into a loop; {loops['tokens'] - loops['loop_free_tokens']:,} of "
+        f"{loops['tokens']:,} tokens lie behind one and count in no figure above.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _details(details: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in sorted(details.items()))
+
+
+def _accept_line(name: str, item: dict[str, Any]) -> str:
+    low, high = item["interval_95"]
+    outputs, baselines = item["outputs"], item["baselines"]
+    cells = [
+        name,
+        f"{item['accept_length']:.3f}",
+        f"{low:.3f}–{high:.3f}",
+        f"{item['num_verifications']:,}",
+        _number(item["predicted_accept_length"]),
+        _number(baselines.get("bigram")),
+        _number(baselines.get("prompt_lookup")),
+        f"{outputs['identical']} / {outputs['tie']} / {outputs['wrong']}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _timing_line(point: dict[str, Any]) -> str:
+    def pair(key: str, percent: str) -> str:
+        off, on = point[f"{key}_off"], point[f"{key}_on"]
+        return f"{off[percent]:.2f} → {on[percent]:.2f} s" if off and on else "–"
+
+    cells = [
+        str(point["concurrency"]),
+        f"{point['speedup']:.2f}×",
+        f"{point['speedup_min']:.2f}–{point['speedup_max']:.2f}",
+        f"{point['tokens_per_s_off']:.1f}",
+        f"{point['tokens_per_s_on']:.1f}",
+        pair("latency_s", "p50"),
+        pair("latency_s", "p99"),
+        pair("first_token_s", "p50"),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
