@@ -6,30 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from eyas.speculate.lossless import first_difference, judge, measure_tie
+from tests.speculate.conftest import greedy as slow_greedy
 
 K = 3
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-@pytest.fixture(scope="module")
 def greedy(model: Any) -> tuple[list[int], list[int]]:
     prompt = [5, 17, 40, 3]
-    ids = list(prompt)
-    with torch.inference_mode():
-        for _ in range(40):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return prompt, ids[len(prompt) :]
+    return prompt, slow_greedy(model, prompt, 40, [])
 
 
 @pytest.mark.parametrize(

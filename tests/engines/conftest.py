@@ -1,0 +1,119 @@
+"""Real SGLang and real vLLM on this CPU, installed by `engines/install.sh`, started as child processes.
+
+`make test-engines` installs both and names their folder with `--engines`; without it these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from eyas.target.config import TargetConfig
+from eyas.target.spec import TargetSpec, load_target
+
+ROOT = Path(__file__).parents[2]
+START_S = 240.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--engines", default="", help="folder in which engines/install.sh put sglang and vllm")
+
+
+def engine_python(request: pytest.FixtureRequest, engine: str) -> Path:
+    folder = request.config.getoption("--engines", default="")
+    if not folder:
+        pytest.skip("needs --engines FOLDER; `make test-engines` installs the engines and gives it")
+    python = Path(folder).absolute() / engine / "bin" / "python"
+    if not python.is_file():
+        pytest.skip(f"{engine} is not installed in {folder}; run engines/install.sh {engine} {folder}/{engine}")
+    return python
+
+
+@contextlib.contextmanager
+def sglang_server(python: Path, log: Path, model: Path, *flags: str) -> Iterator[str]:
+    """A running SGLang server; yields its URL, ends its whole process group."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [str(python), str(ROOT / "engines/sglang/launch.py"), "--model-path", str(model), "--device", "cpu"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--attention-backend", "intel_amx", "--random-seed", "1"]
+    command += [
+        "--max-total-tokens",
+        "32768",
+        "--max-running-requests",
+        "16",
+        "--context-length",
+        "2048",
+        "--enable-metrics",
+        *flags,
+    ]
+    with open(log, "wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=child_environment())
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_S
+        while not _is_ready(url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"SGLang did not start; the end of {log}:\n" + log.read_text(errors="replace")[-3000:])
+            time.sleep(0.5)
+        yield url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def child_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", timeout=2.0, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.fixture(scope="session")
+def target() -> TargetSpec:
+    return load_target(TargetConfig())
+
+
+@pytest.fixture(scope="session")
+def sglang_python(request: pytest.FixtureRequest) -> Path:
+    return engine_python(request, "sglang")
+
+
+@pytest.fixture(scope="session")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="session")
+def vllm_generate(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Run one job of `engines/vllm/generate.py` and return its result."""
+    python = engine_python(request, "vllm")
+
+    def run(job: dict[str, Any]) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("vllm")
+        (folder / "job.json").write_text(json.dumps(job))
+        command = [str(python), str(ROOT / "engines/vllm/generate.py"), str(folder / "job.json"), str(folder / "result.json")]
+        finished = subprocess.run(command, capture_output=True, text=True, env=child_environment(), start_new_session=True)
+        assert finished.returncode == 0, finished.stderr[-3000:] + finished.stdout[-2000:]
+        result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+        return result
+
+    return run

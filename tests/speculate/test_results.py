@@ -1,0 +1,143 @@
+"""`results.json` and `report.md` from hand-made measurements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from eyas.speculate.config import BenchmarkConfig
+from eyas.speculate.deploy import Check, decide, identity_checks, result_checks
+from eyas.speculate.results import Row, SetMeasurement, TimedBlock, render_report, summarise
+
+
+def row(id_: str, dataset: str, counts: tuple[int, int], **changes: Any) -> Row:
+    values: dict[str, Any] = {
+        "id": id_,
+        "dataset": dataset,
+        "prompt_ids": [1],
+        "reference_ids": list(range(10)),
+        "loop_free_tokens": 10,
+        "draft_ids": list(range(10)),
+        "outcome": "identical",
+        "verifications": counts[0],
+        "accepted": counts[1],
+        "baselines": {"bigram": (10, 1), "prompt_lookup": (10, 2)},
+        "predicted": (10, 6),
+    }
+    return Row.model_validate(values | changes)
+
+
+def block(side: str, wall_s: float, **changes: Any) -> TimedBlock:
+    values: dict[str, Any] = {
+        "side": side,
+        "concurrency": 1,
+        "round": 0,
+        "wall_s": wall_s,
+        "output_tokens": 100,
+        "latencies_s": [wall_s / 2, wall_s / 2],
+    }
+    return TimedBlock.model_validate(values | changes)
+
+
+@pytest.fixture
+def measurements() -> list[SetMeasurement]:
+    heldout = SetMeasurement(
+        name="heldout",
+        engine={"dtype": "float32"},
+        rows=[row("a", "b1", (10, 5)), row("b", "b1", (30, 5)), row("c", "b2", (10, 10), loop_free_tokens=4)],
+        blocks=[block("off", 4.0), block("on", 2.0, outcomes=["identical"]), block("on", 2.5, outcomes=["tie"]), block("off", 5.0)],
+    )
+    other = SetMeasurement(name="mt-bench", rows=[row("d", "mt-bench", (100, 0))], blocks=[])
+    return [heldout, other]
+
+
+def results_of(measurements: list[SetMeasurement]) -> dict[str, Any]:
+    return summarise(measurements, engine="embedded", num_draft_tokens=3, min_verifications=100)
+
+
+def test_overall_pools_raw_counts_of_the_heldout_prompts(measurements: list[SetMeasurement]) -> None:
+    accept = results_of(measurements)["accept_length"]
+    assert accept["overall"] == pytest.approx(1 + 20 / 50)
+    assert accept["per_dataset"] == {"b1": pytest.approx(1.25), "b2": pytest.approx(2.0)}
+    assert accept["per_set"] == {"heldout": pytest.approx(1.4), "mt-bench": 1.0}
+    assert (accept["num_verifications"], accept["num_accepted"], accept["overall_pools"]) == (50, 20, "heldout")
+    assert accept["interval_95"][0] <= accept["interval_80"][0] <= 1.4 <= accept["interval_80"][1] <= accept["interval_95"][1]
+
+
+def test_without_heldout_prompts_overall_pools_all_sets(measurements: list[SetMeasurement]) -> None:
+    accept = results_of(measurements[1:])["accept_length"]
+    assert (accept["overall"], accept["overall_pools"]) == (1.0, "all sets")
+
+
+def test_verifications_wanted_are_counted_over_all_sets(measurements: list[SetMeasurement]) -> None:
+    assert results_of(measurements)["accept_length"]["has_enough_verifications"]
+    assert not results_of(measurements[:1])["accept_length"]["has_enough_verifications"]
+    assert "fewer than the 100 wanted" in render_report(results_of(measurements[:1]))
+
+
+def test_every_reply_with_the_draft_is_checked(measurements: list[SetMeasurement]) -> None:
+    assert results_of(measurements)["outputs"] == {"checked": 6, "identical": 5, "tie": 1, "wrong": 0}
+
+
+def test_speedup_is_the_ratio_of_rates_with_the_spread_of_its_pairs(measurements: list[SetMeasurement]) -> None:
+    results = results_of(measurements)
+    assert results["speedup"] == pytest.approx((200 / 4.5) / (200 / 9.0))
+    point = results["timing"][0]
+    assert (point["speedup_min"], point["speedup_max"], point["block_pairs"]) == (pytest.approx(2.0), pytest.approx(2.0), 2)
+    assert point["latency_s_off"]["p50"] == pytest.approx(2.25)
+    assert point["first_token_s_on"] is None
+
+
+def test_baselines_and_prediction_stand_beside_the_draft(measurements: list[SetMeasurement]) -> None:
+    results = results_of(measurements)
+    assert results["baselines"] == {"bigram": pytest.approx(1.1), "prompt_lookup": pytest.approx(1.2)}
+    assert results["predicted_accept_length"] == pytest.approx(1.6)
+    assert results["beats_baselines"]
+
+
+def test_report_says_the_definition_and_raw_counts(measurements: list[SetMeasurement]) -> None:
+    text = render_report(results_of(measurements))
+    assert "1 + accepted drafts / verifications" in text
+    assert "20 accepted in 50 verifications" in text
+    assert "1 of 4 replies fell into a loop; 6 of 40 tokens" in text
+
+
+def checks_of(measurements: list[SetMeasurement], **config: Any) -> dict[str, Check]:
+    return {check.name: check for check in result_checks(results_of(measurements), BenchmarkConfig.model_validate(config))}
+
+
+def test_served_length_far_from_the_replay_stops_the_deployment(measurements: list[SetMeasurement]) -> None:
+    """Output right, accept length collapsed: https://github.com/vllm-project/vllm/pull/50170 (2.77 became 1.036)."""
+    checks = checks_of(measurements)
+    assert not checks["prediction"].holds  # 1.4 served, 1.6 replayed
+    decision = decide(list(checks.values()))
+    assert not decision.serves_draft
+    assert "served 1.400, replayed 1.600" in decision.reason
+    assert checks_of(measurements, prediction_tolerance=0.2)["prediction"].holds
+
+
+def test_wrong_reply_or_low_accept_length_stops_the_deployment(measurements: list[SetMeasurement]) -> None:
+    measurements[1].rows[0].outcome = "wrong"
+    assert not checks_of(measurements)["replies"].holds
+    assert not checks_of(measurements, accept_floor=1.5)["accept length"].holds
+
+
+def test_all_checks_holding_serve_the_draft(measurements: list[SetMeasurement]) -> None:
+    assert decide(list(checks_of(measurements, prediction_tolerance=0.2).values())).serves_draft
+
+
+def test_server_without_the_draft_fails_its_identity() -> None:
+    good = {
+        "model_path": "/m",
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": "/d",
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+    }
+    wanted: dict[str, Any] = {"target": "/m", "draft": "/d", "num_draft_tokens": 3}
+    assert all(check.holds for check in identity_checks(good, **wanted))
+    for key in good:
+        failed = [check.name for check in identity_checks(good | {key: None}, **wanted) if not check.holds]
+        assert failed == [key]
