@@ -17,12 +17,21 @@ class DatasetConfig(Settings):
         description="file:PATH (JSONL, JSON, Parquet, CSV, compressed; a file or a folder), hub:ID, or package:NAME."
     )
     split: str = Field(default="train", description="Split of a hub dataset.")
-    subset: str = Field(default="", description="Configuration name of a hub dataset, or subset of a package source.")
-    converter: str = Field(default="auto", description="Name of the converter; auto recognises the row's shape.")
+    subset: str = Field(default="", description="Configuration name of a hub dataset.")
+    revision: str = Field(default="", description="Revision of a hub dataset; part of the fingerprint.")
+    converter: Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "glaive", "swe-agent", "bfcl"] = Field(
+        default="auto", description="Name of the converter; auto takes the package source's own, or recognises the row's shape."
+    )
+    max_rows: int = Field(default=0, ge=0, description="Rows read from the source; 0 reads all.")
     fields: dict[str, str] = Field(default_factory=dict, description="Field mapping: wanted name to the row's name.")
     quota: int = Field(default=0, ge=0, description="Prompts wanted; 0 keeps all.")
     max_new_tokens: int = Field(default=10_240, ge=2, description="Cap of one response, in tokens.")
     license: str = Field(default="", description="Licence note, carried into manifests and model card.")
+    tools: Literal["auto", "native", "text"] = Field(
+        default="auto",
+        description="Tools through the chat template (native) or written into the system turn (text); "
+        "auto takes native where the template renders them.",
+    )
     every_turn: bool = Field(default=False, description="True makes a prompt of each earlier assistant turn as well.")
 
 
@@ -32,6 +41,10 @@ class PromptsConfig(Settings):
     datasets: list[DatasetConfig] = Field(default_factory=list, description="The datasets, in order of precedence for duplicates.")
     heldout_share: float = Field(default=0.05, ge=0, lt=1, description="Share of conversations kept out of training.")
     subsample: float = Field(default=1.0, gt=0, le=1, description="Share of every dataset that is kept, stratified.")
+    seed: int = Field(default=0, ge=0, description="Decides which prompts a quota or a subsample keeps.")
+    max_row_bytes: int = Field(
+        default=16 * 2**20, ge=1024, description="Largest row of a source, in bytes; a larger one is rejected."
+    )
     max_prompt_tokens: int = Field(default=0, ge=0, description="Longest prompt; 0 leaves room for a response in the context.")
     min_response_room: int = Field(default=64, ge=2, description="Tokens of context that must remain for a response.")
     same_role_turns: Literal["merge", "reject"] = Field(

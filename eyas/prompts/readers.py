@@ -1,0 +1,213 @@
+"""Rows of a file, one at a time, whatever its format; memory is bounded by one row.
+
+A row that cannot be read is a problem with its place (`file:line` or `file:row`), never the end of the
+file. JSON Lines are split on LF bytes only; a JSON array is cut into its elements by a scanner that
+holds one element; Parquet is read in small batches, CSV as the csv module streams it.
+"""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eyas.errors import ConfigError, RecordError
+
+_CHUNK_BYTES = 1 << 18
+_PARQUET_ROWS = 64
+_COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+_FORMATS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
+_STRUCTURE = re.compile(rb'["\\\[\]{}]')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row: where it stands, and its value or what is wrong with it."""
+
+    where: str
+    value: Any = None
+    problem: RecordError | None = None
+
+
+def is_readable(path: Path) -> bool:
+    """True if the file's name says a format that `read_rows` knows."""
+    return _suffixes(path)[0] in _FORMATS
+
+
+def read_rows(path: Path, *, name: str, max_row_bytes: int) -> Iterator[Row]:
+    """Yield every row of `path`, named `name:number`; raises `ConfigError` where the file itself is unreadable."""
+    suffix, _ = _suffixes(path)
+    read = {".parquet": _read_parquet, ".csv": _read_csv}.get(suffix, _read_json)
+    number = 0
+    try:
+        for row in read(path, name, max_row_bytes):
+            number += 1
+            yield row
+    except (OSError, EOFError, lzma.LZMAError, pa.ArrowException, csv.Error) as error:
+        raise ConfigError(
+            f"{path} is damaged after row {number}: {error}; fetch the file again or remove it from the source"
+        ) from error
+
+
+def _suffixes(path: Path) -> tuple[str, str]:
+    compression = path.suffix.lower() if path.suffix.lower() in _COMPRESSIONS else ""
+    stem = path.name[: len(path.name) - len(compression)] if compression else path.name
+    return Path(stem).suffix.lower(), compression
+
+
+def _open(path: Path) -> IO[bytes]:
+    match _suffixes(path)[1]:
+        case ".gz":
+            return cast(IO[bytes], gzip.GzipFile(path, "rb"))
+        case ".bz2":
+            return cast(IO[bytes], bz2.BZ2File(path, "rb"))
+        case ".xz":
+            return cast(IO[bytes], lzma.LZMAFile(path, "rb"))
+        case ".zst":
+            return cast(IO[bytes], io.BufferedReader(pa.input_stream(str(path), compression="zstd")))
+    return open(path, "rb")
+
+
+def _read_json(path: Path, name: str, max_row_bytes: int) -> Iterator[Row]:
+    suffix, _ = _suffixes(path)
+    with _open(path) as stream:
+        head = stream.read(_CHUNK_BYTES).removeprefix(b"\xef\xbb\xbf")
+        is_array = head.lstrip()[:1] == b"[" and (suffix == ".json" or not _parses(head.lstrip().split(b"\n", 1)[0]))
+        is_object = suffix == ".json" and head.lstrip()[:1] == b"{" and not _parses(head.lstrip().split(b"\n", 1)[0])
+        if is_array or is_object:
+            for index, element in enumerate(_elements(head, stream, max_row_bytes, depth_of_rows=1 if is_array else 0), start=1):
+                yield _parse(element, f"{name}:{index}", max_row_bytes)
+            return
+        for number, line in _lines(head, stream, max_row_bytes):
+            if line is None or line.strip():
+                yield _parse(line, f"{name}:{number}", max_row_bytes)
+
+
+def _lines(head: bytes, stream: IO[bytes], max_row_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+    """(1-based number, line without LF); None for a line above the limit, which is skipped without being held."""
+    pending = bytearray()
+    number, is_too_long = 1, False
+    chunk = head
+    while chunk:
+        start = 0
+        while (stop := chunk.find(b"\n", start)) >= 0:
+            if is_too_long or len(pending) + stop - start > max_row_bytes:
+                yield number, None
+            else:
+                yield number, bytes(pending) + chunk[start:stop]
+            pending.clear()
+            number, is_too_long, start = number + 1, False, stop + 1
+        if not is_too_long:
+            pending += chunk[start:]
+            if len(pending) > max_row_bytes:
+                pending.clear()
+                is_too_long = True
+        chunk = stream.read(_CHUNK_BYTES)
+    if is_too_long or pending:
+        yield number, None if is_too_long else bytes(pending)
+
+
+def _elements(head: bytes, stream: IO[bytes], max_row_bytes: int, *, depth_of_rows: int) -> Iterator[bytes | None]:
+    """Objects and arrays that stand `depth_of_rows` brackets deep, as bytes; None for one above the limit."""
+    depth, in_string, is_too_long = 0, False, False
+    element = bytearray()
+    chunk, skip = head, 0
+    while chunk:
+        start, position = 0, skip
+        skip = 0
+        while found := _STRUCTURE.search(chunk, position):
+            byte, position = found.group(), found.end()
+            if byte == b"\\":
+                if in_string:
+                    skip = max(0, position + 1 - len(chunk))
+                    position += 1
+            elif byte == b'"':
+                in_string = not in_string
+            elif in_string:
+                continue
+            elif byte in b"{[":
+                if depth == depth_of_rows:
+                    start = found.start()
+                depth += 1
+            else:
+                depth -= 1
+                if depth == depth_of_rows:
+                    element += chunk[start:position]
+                    yield None if is_too_long or len(element) > max_row_bytes else bytes(element)
+                    element.clear()
+                    is_too_long = False
+        if depth > depth_of_rows and not is_too_long:
+            element += chunk[start:]
+            if len(element) > max_row_bytes:
+                element.clear()
+                is_too_long = True
+        chunk = stream.read(_CHUNK_BYTES)
+    if depth != 0:
+        raise EOFError(f"the JSON text ends {depth} brackets deep")
+
+
+def _parse(data: bytes | None, where: str, max_row_bytes: int) -> Row:
+    if data is None:
+        return Row(where=where, problem=RecordError("row_too_large", f"larger than prompts.max_row_bytes = {max_row_bytes}"))
+    try:
+        return Row(where=where, value=json.loads(data.decode("utf-8", "surrogateescape"), parse_constant=_refuse_constant))
+    except (ValueError, RecursionError) as error:
+        return Row(where=where, problem=RecordError("bad_json", str(error)))
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _parses(line: bytes) -> bool:
+    try:
+        json.loads(line.decode("utf-8", "surrogateescape"))
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _read_parquet(path: Path, name: str, max_row_bytes: int) -> Iterator[Row]:
+    number = 0
+    with pq.ParquetFile(path, pre_buffer=False, buffer_size=_CHUNK_BYTES) as file:
+        for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
+            for value in batch.to_pylist():
+                number += 1
+                yield Row(where=f"{name}:{number}", value=value)
+
+
+def _read_csv(path: Path, name: str, max_row_bytes: int) -> Iterator[Row]:
+    csv.field_size_limit(max_row_bytes)
+    with io.TextIOWrapper(_open(path), encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
+        reader = csv.reader(text)
+        header = next(reader, None)
+        if header is None:
+            return
+        number = 1
+        while True:
+            number += 1
+            try:
+                values = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield Row(where=f"{name}:{number}", problem=RecordError("bad_csv", str(error)))
+                continue
+            if not values:
+                continue
+            if len(values) != len(header):
+                problem = RecordError("bad_csv", f"{len(values)} fields, the header has {len(header)}")
+                yield Row(where=f"{name}:{number}", problem=problem)
+                continue
+            yield Row(where=f"{name}:{number}", value=dict(zip(header, values, strict=True)))
