@@ -24,7 +24,7 @@ class GateConfig(Settings):
     """Share of replies from which a gate warns and from which it stops the run."""
 
     warn: float = Field(ge=0, le=1, description="Share that warns.")
-    stop: float = Field(ge=0, le=1, description="Share that stops the dataset.")
+    stop: float = Field(ge=0, le=1, description="Share that stops the dataset; 1.0 never does.")
 
 
 class GatesConfig(Settings):

@@ -33,6 +33,7 @@ class ServerConfig(Settings):
         gt=0,
         description="Seconds that the run waits, paused, while no server answers; then it fails and can be resumed.",
     )
+    poll_interval_s: float = Field(default=2.0, gt=0, description="Seconds between two looks at a server's load.")
     engine: EngineConfig = EngineConfig()
 
     @model_validator(mode="after")

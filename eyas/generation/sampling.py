@@ -1,0 +1,58 @@
+"""The sampling parameters of every request, resolved once and always sent explicitly.
+
+`/generate` ignores the model's generation_config.json (its defaults are temperature 1.0 and 128 tokens), so
+what is unset in our config comes from the target's recommendation here. A record's seed depends on the run's
+seed and its id alone: sampled again after a crash, it is sampled alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from eyas.errors import RecordError
+from eyas.generation.config import GenerationConfig
+from eyas.target.spec import TargetSpec
+
+
+def resolve_sampling(config: GenerationConfig, spec: TargetSpec) -> dict[str, Any]:
+    """Sampling parameters of the run without the per-record ones (`max_new_tokens`, `sampling_seed`)."""
+    wanted, advised = config.sampling, spec.generation_defaults
+    is_greedy = advised.get("do_sample") is False
+    temperature = wanted.temperature
+    if temperature is None:
+        temperature = 0.0 if is_greedy else float(advised.get("temperature") or 1.0)
+    top_p = wanted.top_p if wanted.top_p is not None else float(advised.get("top_p") or 1.0)
+    top_k = wanted.top_k if wanted.top_k is not None else int(advised.get("top_k") or -1)
+    return {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k if top_k > 0 else -1,
+        "min_p": wanted.min_p,
+        "repetition_penalty": wanted.repetition_penalty,
+        "stop_token_ids": wanted.stop_token_ids or spec.eos_token_ids,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+
+
+def record_seed(seed: int, record_id: str) -> int:
+    """The 31-bit sampling seed of one record."""
+    digest = hashlib.blake2b(f"{seed}:{record_id}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") & 0x7FFFFFFF
+
+
+def clamp_new_tokens(asked: int, num_prompt_tokens: int, config: GenerationConfig, spec: TargetSpec) -> int:
+    """min(asked, the config's cap, what the context leaves); raises `RecordError("no_room")` below the floor.
+
+    One token of margin: SGLang refuses prompt + new = context for some attention backends.
+    """
+    cap = min(asked, config.max_new_tokens) if config.max_new_tokens else asked
+    room = spec.context_length - num_prompt_tokens - 1
+    if room < min(cap, config.min_new_tokens_room):
+        raise RecordError(
+            "no_room",
+            f"the prompt has {num_prompt_tokens} tokens, a context of {spec.context_length} leaves {room}, "
+            f"wanted at least {config.min_new_tokens_room}",
+        )
+    return min(cap, room)
