@@ -1,0 +1,43 @@
+"""Who is told what, as a Prefect block on top of Prefect's own notification blocks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from prefect.blocks.core import Block
+from pydantic import Field
+
+AlertEvent = Literal[
+    "generation stalled",
+    "generation slow",
+    "gate breached",
+    "disk low",
+    "server down",
+    "zombie run",
+    "run failed",
+    "run finished",
+    "decision wanted",
+]
+
+_DEFAULT: tuple[AlertEvent, ...] = (
+    "generation stalled",
+    "gate breached",
+    "disk low",
+    "server down",
+    "zombie run",
+    "run failed",
+    "run finished",
+    "decision wanted",
+)
+
+
+class Alert(Block):
+    """Sends chosen events to Prefect notification blocks (Slack, mail, Teams, …) or webhooks."""
+
+    _block_type_name = "Alert"
+    _block_type_slug = "eyas-alert"
+    _description = "Which events of a run are sent where; run `python -m deployments` after a change."
+    _code_example = 'Alert(to=["slack-webhook/ops"], events=["run failed", "gate breached"]).save("ops")'
+
+    to: list[str] = Field(min_length=1, description="Blocks that deliver, as type/name: slack-webhook/ops, webhook/pager.")
+    events: list[AlertEvent] = Field(default=list(_DEFAULT), description="Events that are sent.")

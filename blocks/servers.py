@@ -1,0 +1,39 @@
+"""One or many SGLang servers of the target, as a Prefect block."""
+
+from __future__ import annotations
+
+from prefect.blocks.core import Block
+from pydantic import Field, SecretStr
+
+from eyas.config import RunConfig
+from eyas.errors import ConfigError
+
+
+class SGLangServer(Block):
+    """Running SGLang servers that serve the target: where they are, their key, what they must serve."""
+
+    _block_type_name = "SGLang Server"
+    _block_type_slug = "sglang-server"
+    _description = "Running SGLang servers that serve the target. All must serve the same model with the same key."
+    _code_example = 'SGLangServer(urls=["http://10.0.0.7:30000"], api_key="…").save("blackwell")'
+
+    urls: list[str] = Field(min_length=1, description="Base URL of every server, for instance http://10.0.0.7:30000.")
+    api_key: SecretStr | None = Field(default=None, description="API key of the servers (--api-key); empty for none.")
+    model: str = Field(default="", description="Model path or name the servers must serve; empty takes the target's.")
+    max_concurrency: int = Field(default=0, ge=0, description="Requests in flight per server; 0 learns it from the server.")
+
+    def applied(self, config: RunConfig) -> RunConfig:
+        """The config with its server section pointing here; the key stays in the block."""
+        changes = {"kind": "sglang", "urls": self.urls, "model": self.model, "max_concurrency": self.max_concurrency}
+        section = type(config.server).model_validate({**config.server.model_dump(), **changes})
+        return config.model_copy(update={"server": section})
+
+
+async def server_block(name: str) -> SGLangServer:
+    """The SGLang Server block of this name; raises `ConfigError` that says how to make it."""
+    try:
+        return await SGLangServer.aload(name)
+    except ValueError as error:
+        raise ConfigError(
+            f"there is no SGLang Server block named {name!r}; create it in the UI under Blocks, or clear server_block"
+        ) from error

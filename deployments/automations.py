@@ -1,0 +1,118 @@
+"""Automations in code, by name: zombie runs are ended, and events go where the Alert blocks say.
+
+A flow run sends a heartbeat; one that neither ends nor sends any for three of them is marked Crashed
+(nothing else notices when the worker dies with it). A run that had already finished is left alone: its
+manifests decide, and Prefect refuses to change a final state.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from prefect.automations import Automation
+from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import CallWebhook, ChangeFlowRunState, SendNotification
+from prefect.events.schemas.automations import EventTrigger, Posture
+from prefect.events.schemas.events import ResourceSpecification
+from prefect.exceptions import ObjectNotFound
+
+from blocks import Alert
+from blocks.alerts import AlertEvent
+from deployments.catalogue import TAG
+from eyas.errors import ConfigError
+from tasks.events import EVENT_PREFIX, event_name
+
+HEARTBEAT_S = 30
+"""Seconds between heartbeats of a flow run started by `up` (PREFECT_FLOWS_HEARTBEAT_FREQUENCY)."""
+
+_HEARTBEAT = "prefect.flow-run.heartbeat"
+_ENDS = [f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "Cancelled", "Crashed")]
+_TAGGED = ResourceSpecification({"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"})
+_FLOW_RUNS = ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"})
+_STATES: dict[str, set[str]] = {
+    "zombie run": {"prefect.flow-run.Crashed"},
+    "run failed": {"prefect.flow-run.Failed", "prefect.flow-run.Crashed"},
+    "run finished": {"prefect.flow-run.Completed"},
+}
+_BODY = """{{ event.event }}: {{ event.resource.name or event.resource.id }}
+{{ event.payload.message or event.payload.validated_state.message or "" }}"""
+
+
+async def register_automations(client: PrefectClient, *, silence_s: float = 3 * HEARTBEAT_S) -> None:
+    """Create or update every automation; those of Alert blocks that are gone are deleted."""
+    wanted = [zombie_automation(silence_s), *await _alert_automations(client)]
+    existing = {automation.name: automation for automation in await client.read_automations()}
+    for automation in wanted:
+        if automation.name in existing:
+            await client.update_automation(existing[automation.name].id, automation)
+        else:
+            await client.create_automation(automation)
+    for name in existing.keys() - {automation.name for automation in wanted}:
+        if name.startswith("Eyas: "):
+            await client.delete_automation(existing[name].id)
+
+
+def zombie_automation(silence_s: float) -> Automation:
+    """Ends a run that sent heartbeats and then, for `silence_s` seconds, neither one nor an end."""
+    return Automation(
+        name="Eyas: end zombie runs",
+        description=f"A flow run that is silent for {silence_s:.0f} s is marked Crashed; run it again to continue.",
+        trigger=EventTrigger(
+            match=_FLOW_RUNS,
+            match_related=_TAGGED,
+            after={_HEARTBEAT},
+            expect={_HEARTBEAT, *_ENDS},
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=timedelta(seconds=silence_s),
+        ),
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message="zombie: no heartbeat; retry to continue")],
+    )
+
+
+async def _alert_automations(client: PrefectClient) -> list[Automation]:
+    alerts: dict[str, Alert] = {}
+    for document in await client.read_block_documents_by_type(Alert.get_block_type_slug()):
+        alerts[str(document.name)] = Alert._from_block_document(document)
+    return [
+        automation
+        for name, alert in sorted(alerts.items())
+        for event in alert.events
+        for automation in [await _alert_automation(client, name, alert, event)]
+    ]
+
+
+async def _alert_automation(client: PrefectClient, name: str, alert: Alert, event: AlertEvent) -> Automation:
+    if event in _STATES:
+        trigger = EventTrigger(
+            match=_FLOW_RUNS, match_related=_TAGGED, expect=_STATES[event], posture=Posture.Reactive, threshold=1
+        )
+    else:
+        trigger = EventTrigger(
+            match=ResourceSpecification({"prefect.resource.id": f"{EVENT_PREFIX}run.*"}),
+            expect={event_name(event)},
+            posture=Posture.Reactive,
+            threshold=1,
+        )
+    return Automation(
+        name=f"Eyas: {event} → {name}",
+        description=f"Sends {event!r} to {', '.join(alert.to)}; made from the Alert block {name!r}.",
+        trigger=trigger,
+        actions=[await _action(client, reference, event) for reference in alert.to],
+    )
+
+
+async def _action(client: PrefectClient, reference: str, event: str) -> Any:
+    slug, separator, name = reference.partition("/")
+    if not separator:
+        raise ConfigError(f"Alert delivers to {reference!r}; write type/name, for instance slack-webhook/ops")
+    try:
+        document = await client.read_block_document_by_name(name, slug)
+    except ObjectNotFound as error:
+        raise ConfigError(f"Alert delivers to {reference!r}, which does not exist; create that block first") from error
+    if slug == "webhook":
+        return CallWebhook(block_document_id=document.id, payload={"event": event, "text": _BODY})
+    return SendNotification(block_document_id=document.id, subject=f"Eyas: {event}", body=_BODY)

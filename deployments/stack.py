@@ -1,0 +1,139 @@
+"""One machine's Prefect: a server and a process worker under one supervisor, started by `up`, ended by `down`.
+
+The supervisor is a detached process that holds both as children, so they end with it however it ends.
+A worker that dies is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from deployments.automations import HEARTBEAT_S
+from deployments.catalogue import POOL
+from deployments.register import register
+from eyas.errors import ServerError
+from eyas.files import read_json, write_json
+from eyas.operate.children import child_process, is_alive, last_lines
+from eyas.workspace import exclusive
+from flows.server import QUIET, local_server, ui_url
+
+_STATE = "up.json"
+_LOCK = "up.lock"
+_START_S = 180.0
+_END_S = 60.0
+
+
+def up(home: Path, port: int, runs_home: Path, database_url: str = "") -> str:
+    """Start server and worker in the background, registered; gives the UI's address. A running pair is left alone."""
+    if (running := _running(home)) is not None:
+        return str(running["ui"])
+    home.mkdir(parents=True, exist_ok=True)
+    (home / _STATE).unlink(missing_ok=True)
+    log = home / "up.log"
+    command = [
+        sys.executable,
+        "-m",
+        "deployments",
+        "serve",
+        "--home",
+        str(home),
+        "--port",
+        str(port),
+        "--runs-home",
+        str(runs_home),
+    ]
+    if database_url:
+        command += ["--database-url", database_url]
+    with open(log, "wb") as output:
+        supervisor = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    deadline = time.monotonic() + _START_S
+    while (running := _running(home)) is None:
+        if supervisor.poll() is not None or time.monotonic() > deadline:
+            raise ServerError(f"Prefect did not start: {last_lines(log) or 'no output'} (log {log})")
+        time.sleep(0.2)
+    return str(running["ui"])
+
+
+def down(home: Path) -> bool:
+    """End what `up` started under `home`; False if nothing of ours runs."""
+    running = _running(home)
+    if running is None:
+        return False
+    pid = int(running["pid"])
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + _END_S
+    while is_alive(pid):
+        if time.monotonic() > deadline:
+            raise ServerError(f"process {pid} does not end within {_END_S:.0f} s; look at {home / 'up.log'}")
+        time.sleep(0.1)
+    return True
+
+
+def serve(home: Path, port: int, runs_home: Path, database_url: str = "") -> None:
+    """The supervisor itself: server, registration, worker, until SIGTERM or Ctrl-C."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    with exclusive(home / _LOCK, f"Prefect under {home}"), local_server(home=home, port=port, database_url=database_url) as url:
+        with temporary_settings({PREFECT_API_URL: url}):
+            asyncio.run(register(runs_home))
+        state = {"pid": os.getpid(), "url": url, "ui": ui_url(url)}
+        try:
+            while True:
+                with child_process(worker_command(url, home), log=home / "worker.log", grace_s=60.0) as worker:
+                    write_json(home / _STATE, state)
+                    code = worker.wait()
+                print(f"the worker ended with code {code}: {last_lines(home / 'worker.log')}; starting it again", flush=True)
+                time.sleep(5.0)
+        except KeyboardInterrupt:
+            return
+        finally:
+            (home / _STATE).unlink(missing_ok=True)
+
+
+def worker_command(url: str, home: Path) -> list[str]:
+    """The command of a process worker on the pool of Eyas."""
+    environment = {
+        **QUIET,
+        "PREFECT_API_URL": url,
+        "PREFECT_HOME": str(home),
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
+        "PREFECT_WORKER_QUERY_SECONDS": "2",
+    }
+    arguments = [f"{name}={value}" for name, value in environment.items()]
+    worker = [
+        sys.executable,
+        "-m",
+        "prefect",
+        "worker",
+        "start",
+        "--pool",
+        POOL,
+        "--type",
+        "process",
+        "--name",
+        f"{POOL}-{os.getpid()}",
+    ]
+    return ["/usr/bin/env", *arguments, *worker]
+
+
+def _running(home: Path) -> dict[str, Any] | None:
+    path = home / _STATE
+    state = read_json(path) if path.is_file() else None
+    if not isinstance(state, dict) or not is_alive(int(state["pid"])):
+        return None
+    command = Path(f"/proc/{state['pid']}/cmdline").read_bytes()  # the number may have gone to another process
+    return state if b"deployments" in command and str(home).encode() in command else None
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,203 @@
+"""The six phases as the flows run them: which tasks, on which inputs, gated by which manifests.
+
+Every phase takes the manifests of its inputs and gives back its own, so a phase cannot start before what
+it reads is complete and verified. A per-phase flow reads the inputs' manifests from the run folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prefect import unmapped
+
+from eyas.config import RunConfig
+from eyas.errors import ConfigError
+from eyas.files import digest_file
+from eyas.manifest import Manifest, verify_manifest
+from eyas.operate.hosts import host_of
+from eyas.operate.phases import Phase
+from eyas.operate.plan import PlanKeeper
+from eyas.progress import recorder
+from eyas.workspace import RunFolder
+from tasks.benchmark import benchmark_draft
+from tasks.caching import Results, finished, kept_in, run_standing, run_task, stands
+from tasks.extract import extract_shard, finish_extraction
+from tasks.generate import generate_dataset, shared_session
+from tasks.merge import merge_responses
+from tasks.prepare import prepare_candidates, select_prompts
+from tasks.train import export_draft, train_draft
+
+if TYPE_CHECKING:
+    from eyas.generation.session import GenerationSession
+
+logger = logging.getLogger(__name__)
+
+Manifests = dict[str, Manifest]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run as its flow knows it; `api_key` is the servers' and never leaves the process."""
+
+    run: RunFolder
+    config: RunConfig
+    keeper: PlanKeeper
+    results: Results
+    api_key: str = field(default="", repr=False)
+
+    @property
+    def datasets(self) -> list[str]:
+        """Names of the datasets, in the config's order; raises `ConfigError` if there is none."""
+        names = [dataset.name for dataset in self.config.prompts.datasets]
+        if not names:
+            raise ConfigError("prompts.datasets is empty; name at least one dataset, or start from a preset")
+        return names
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The parameters of every task."""
+        return {"run": self.run.root, "config": self.config}
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """Record in the plan that a phase runs, has finished, or failed and why."""
+        self.keeper.start(name)
+        try:
+            yield
+        except BaseException as error:  # a cancellation, too, must not leave a phase "running"
+            self.keeper.fail(name, str(error) or type(error).__name__)
+            raise
+        self.keeper.finish(name)
+
+
+async def prepare_phase(job: Job) -> Manifests:
+    """Phase 1: candidates per dataset side by side, then one selection."""
+    with job.phase("prepare"):
+        shared: dict[str, Any] = {name: unmapped(value) for name, value in job.shared.items()}
+        futures = kept_in(job.results, prepare_candidates).map(dataset=job.datasets, **shared)
+        paths: list[Path] = await all_of([finished(future) for future in futures])
+        inputs = {name: digest_path(path) for name, path in zip(job.datasets, paths, strict=True)}
+        for again in (False, True):
+            manifests: Manifests = await run_task(kept_in(job.results, select_prompts, again=again), inputs=inputs, **job.shared)
+            if all(stands(job.run.prompts(name), manifest) for name, manifest in manifests.items()):
+                break
+        return manifests
+
+
+async def generate_phase(job: Job, prompts: Manifests) -> Manifests:
+    """Phase 2: all datasets together on this event loop, through one session."""
+    with job.phase("generate"):
+        async with shared_session(lambda: _session(job)):
+            manifests = await all_of(
+                [
+                    run_standing(
+                        job.results,
+                        generate_dataset,
+                        job.run.responses(name),
+                        dataset=name,
+                        inputs={"prompts": prompts[name].digest()},
+                        **job.shared,
+                    )
+                    for name in job.datasets
+                ]
+            )
+        return dict(zip(job.datasets, manifests, strict=True))
+
+
+async def merge_phase(job: Job, responses: Manifests) -> Manifest:
+    """Phase 3: one training order over all datasets."""
+    with job.phase("merge"):
+        return await run_standing(job.results, merge_responses, job.run.merged, inputs=digests(responses), **job.shared)
+
+
+async def extract_phase(job: Job, responses: Manifests, merged: Manifest) -> Manifest:
+    """Phase 4: one task per shard, then the index. If the store no longer stands, every shard is looked at again."""
+    with job.phase("extract"):
+        from eyas.hidden.extract import plan_shards
+
+        inputs = digests({**responses, "merged": merged})
+        for again in (False, True):
+            with host_of(job.run, job.config, api_key=job.api_key, say=logger.info).serving("extract"):
+                plans = [
+                    (f"{name} {number}", plan)
+                    for name in job.datasets
+                    for number, plan in enumerate(await asyncio.to_thread(plan_shards, job.run, job.config, name))
+                ]
+                task = kept_in(job.results, extract_shard, again=again)
+                for piece, plan in plans:
+                    await run_task(task, plan=plan, piece=piece, inputs=inputs, **job.shared)
+            manifest: Manifest = await run_task(kept_in(job.results, finish_extraction, again=again), inputs=inputs, **job.shared)
+            if stands(job.run.hidden, manifest, checks_digests=False):
+                break
+        return manifest
+
+
+async def train_phase(job: Job, merged: Manifest, hidden: Manifest) -> Manifest:
+    """Phase 5: the trainer, a child process, then the folder that engines load; gives the export's manifest."""
+    with job.phase("train"):
+        inputs = digests({"merged": merged, "hidden": hidden})
+        trained = await run_standing(job.results, train_draft, job.run.draft, inputs=inputs, **job.shared)
+        return await run_standing(job.results, export_draft, job.run.export, inputs=digests({"draft": trained}), **job.shared)
+
+
+async def benchmark_phase(job: Job, export: Manifest) -> Manifest:
+    """Phase 6: the draft served and measured."""
+    with job.phase("bench"):
+        return await run_standing(job.results, benchmark_draft, job.run.benchmark, inputs=digests({"export": export}), **job.shared)
+
+
+def finished_phase(folder: Path, *, checks_digests: bool = True) -> Manifest:
+    """The verified manifest of an earlier phase, as the gate of a later one.
+
+    Raises `ArtifactError` if it is missing or damaged, `ConfigError` if records are pending.
+    """
+    manifest = verify_manifest(folder, checks_digests=checks_digests)
+    if not manifest.is_complete:
+        raise ConfigError(f"{folder}: {manifest.counts.pending:,} records are pending; finish phase {manifest.stage!r} first")
+    return manifest
+
+
+def finished_datasets(job: Job, folder_of: Callable[[str], Path]) -> Manifests:
+    """The verified manifests of one phase for every dataset."""
+    return {name: finished_phase(folder_of(name)) for name in job.datasets}
+
+
+def digests(manifests: Manifests) -> dict[str, str]:
+    """Names to digests: how a task's inputs enter its key."""
+    return {name: manifest.digest() for name, manifest in manifests.items()}
+
+
+async def all_of(works: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Await all, let every one end, then raise the first failure; the others are logged."""
+    results = await asyncio.gather(*works, return_exceptions=True)
+    failures = [result for result in results if isinstance(result, BaseException)]
+    for failure in failures[1:]:
+        logger.error("also failed error=%r", failure)
+    if failures:
+        raise failures[0]
+    return results
+
+
+def digest_path(path: Path) -> str:
+    """Digest of a file, or of the manifest of a folder."""
+    return digest_file(path / "manifest.json" if path.is_dir() else path)
+
+
+@asynccontextmanager
+async def _session(job: Job) -> AsyncIterator[GenerationSession]:
+    from eyas.generation.session import GenerationSession
+
+    host = host_of(job.run, job.config, api_key=job.api_key, say=logger.info).serving("generate")
+    urls = await asyncio.to_thread(host.__enter__)
+    try:
+        report = recorder(job.run.progress)
+        async with GenerationSession(job.run, job.config, urls=urls, api_key=job.api_key, report=report) as session:
+            yield session
+    finally:  # not awaited: a cancelled scope would cut it short and leave the engine behind
+        host.__exit__(None, None, None)

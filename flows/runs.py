@@ -1,0 +1,81 @@
+"""What surrounds the phases of every flow: the run folder held, its config written, its progress shown, its report made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from eyas.operate.report import write_report
+from prefect.artifacts import acreate_markdown_artifact
+
+from blocks import RunStorage
+from blocks.hosts import host_block
+from blocks.servers import server_block
+from blocks.storage import storage_block
+from eyas.config import RunConfig, apply_override, parse_config
+from eyas.errors import ConfigError
+from eyas.files import read_json
+from eyas.operate.pipeline import open_run
+from eyas.operate.plan import PlanKeeper
+from eyas.workspace import RunFolder, exclusive
+from flows.phases import Job
+from tasks.publish import artifact_key, published
+
+RESULTS_NAME = ".prefect"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockNames:
+    """Names of the blocks that a flow was given; "" stands for none."""
+
+    server: str = ""
+    host: str = ""
+    storage: str = ""
+
+
+@asynccontextmanager
+async def running(run: str, config: RunConfig, blocks: BlockNames = BlockNames()) -> AsyncIterator[Job]:
+    """One flow's hold on a run: nobody else writes it, its progress and plan are kept current, its report is made at the end."""
+    root = Path(run)
+    config = config.model_copy(update={"name": root.name})
+    api_key = ""
+    if blocks.server:
+        server = await server_block(blocks.server)
+        config, api_key = server.applied(config), server.api_key.get_secret_value() if server.api_key else ""
+    if blocks.host:
+        config = (await host_block(blocks.host)).applied(config)
+    storage = await storage_block(blocks.storage) if blocks.storage else None
+    results = f"{RunStorage.get_block_type_slug()}/{blocks.storage}" if storage else (root / RESULTS_NAME).resolve()
+    folder = RunFolder(root).create()
+    with exclusive(root / ".lock", f"run folder {root}"):
+        await asyncio.to_thread(open_run, root, config)
+        keeper = PlanKeeper(folder, config)
+        async with published(folder, lambda: _plan(folder), keeper.on_progress):
+            yield Job(run=folder, config=config, keeper=keeper, results=results, api_key=api_key)
+        markdown, html = await asyncio.to_thread(write_report, folder)
+        text = markdown.read_text(encoding="utf-8")
+        await acreate_markdown_artifact(text, key=artifact_key(root.name, "report"), description=f"Report of {root.name}")
+        if storage is not None:
+            await storage.keep({f"{root.name}/{path.relative_to(root)}": path for path in _final_files(folder, markdown, html)})
+
+
+def _final_files(folder: RunFolder, *reports: Path) -> list[Path]:
+    export = sorted(path for path in folder.export.glob("*") if path.is_file()) if folder.export.is_dir() else []
+    return [folder.run_json, *export, *reports]
+
+
+def config_of(run: str, settings: list[str]) -> RunConfig:
+    """The config that an existing run recorded, with `key=value` settings applied; raises `ConfigError`, `ArtifactError`."""
+    raw = read_json(RunFolder(Path(run)).run_json)
+    if not isinstance(raw, dict) or not isinstance(raw.get("config"), dict):
+        raise ConfigError(f"{run}/run.json holds no config; start the run with the pipeline flow")
+    for setting in settings:
+        apply_override(raw["config"], setting)
+    return parse_config(raw["config"], where=f"{run}/run.json")
+
+
+def _plan(folder: RunFolder) -> str:
+    return folder.plan_md.read_text(encoding="utf-8") if folder.plan_md.is_file() else ""

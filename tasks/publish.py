@@ -1,0 +1,100 @@
+"""What a run shows in Prefect while it works: one progress bar per piece of work, and the living plan.
+
+The run folder is the source: whatever process does the work records its progress there, and this reads
+it every few seconds. Nothing here can fail a run; what Prefect refuses is logged and tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from uuid import UUID
+
+from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifact, aupdate_progress_artifact
+from prefect.logging import get_run_logger
+
+from eyas.operate.status import ProgressMessage, read_progress
+from eyas.operate.wording import number
+from eyas.progress import Report
+from eyas.workspace import RunFolder
+
+logger = logging.getLogger(__name__)
+
+PUBLISH_S = 15.0
+
+
+def artifact_key(*parts: str) -> str:
+    """An artifact key (lowercase letters, digits, dashes) from names."""
+    return re.sub(r"[^a-z0-9]+", "-", "-".join(part for part in parts if part).lower()).strip("-")
+
+
+def describe(message: ProgressMessage) -> str:
+    """One line that says the value: the list of artifacts shows nothing else."""
+    share = f" ({message.done / message.total:.0%})" if message.total else ""
+    what = f"{message.stage} {message.name}".strip()
+    figures = [f"{name.replace('_', ' ')} {number(value)}" for name, value in message.figures.items()]
+    return " · ".join([f"{what}: {message.done:,} of {message.total:,} {message.unit}{share}", *figures])
+
+
+@asynccontextmanager
+async def published(run: RunFolder, plan: Callable[[], str], listen: Report, *, every_s: float = PUBLISH_S) -> AsyncIterator[None]:
+    """Keep progress bars and the plan (`plan()` gives its Markdown) current while the block runs, and once at its end.
+
+    `listen` hears every message that is new, whichever process recorded it.
+    """
+    publisher = _Publisher(run, plan, listen, since=datetime.now(UTC))
+    loop = asyncio.create_task(publisher.loop(every_s))
+    try:
+        yield
+    finally:
+        loop.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await loop
+        await publisher.publish()
+
+
+@dataclass
+class _Publisher:
+    run: RunFolder
+    plan: Callable[[], str]
+    listen: Report
+    since: datetime  # messages of an earlier attempt stay unshown
+    seen: dict[str, str] = field(default_factory=dict)  # artifact key to the time of what is on show
+    bars: dict[str, UUID] = field(default_factory=dict)
+    shown_plan: str = ""
+
+    async def loop(self, every_s: float) -> None:
+        while True:
+            await self.publish()
+            await asyncio.sleep(every_s)
+
+    async def publish(self) -> None:
+        try:
+            for message in await asyncio.to_thread(read_progress, self.run.progress):
+                key = artifact_key(self.run.root.name, message.stage, message.name)
+                if self.seen.get(key) != message.at and datetime.fromisoformat(message.at) >= self.since:
+                    self.listen(message.progress())
+                    await self._show(key, message)
+                    self.seen[key] = message.at
+            plan = await asyncio.to_thread(self.plan)
+            if plan and plan != self.shown_plan:
+                headline = next((line.strip("# ") for line in plan.split("\n") if line.strip()), "plan")
+                await acreate_markdown_artifact(plan, key=artifact_key(self.run.root.name, "plan"), description=headline)
+                self.shown_plan = plan
+        except Exception as error:  # the edge to another system
+            logger.warning("not published run=%s error=%r", self.run.root, error)
+
+    async def _show(self, key: str, message: ProgressMessage) -> None:
+        percent = 100.0 * message.done / message.total if message.total else 100.0 * message.is_final
+        text = describe(message)
+        get_run_logger().info(text)
+        if key in self.bars:
+            await aupdate_progress_artifact(self.bars[key], min(percent, 100.0), description=text)
+        else:
+            self.bars[key] = await acreate_progress_artifact(min(percent, 100.0), key=key, description=text)
