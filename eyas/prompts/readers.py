@@ -45,13 +45,22 @@ def is_readable(path: Path) -> bool:
     return _suffixes(path)[0] in _FORMATS
 
 
-def read_rows(path: Path, *, name: str, max_row_bytes: int) -> Iterator[Row]:
-    """Yield every row of `path`, named `name:number`; raises `ConfigError` where the file itself is unreadable."""
+def read_rows(path: Path, *, name: str, max_row_bytes: int, json_depth: int | None = None) -> Iterator[Row]:
+    """Yield every row of `path`, named `name:number`; raises `ConfigError` where the file itself is unreadable.
+
+    JSON is lines, an array or objects one after the other, as the file shows; `json_depth` names the number
+    of brackets around its rows instead (1 for an object whose values are the rows).
+    """
     suffix, _ = _suffixes(path)
-    read = {".parquet": _read_parquet, ".csv": _read_csv}.get(suffix, _read_json)
     number = 0
     try:
-        for row in read(path, name, max_row_bytes):
+        if suffix == ".parquet":
+            rows = _read_parquet(path, name)
+        elif suffix == ".csv":
+            rows = _read_csv(path, name, max_row_bytes)
+        else:
+            rows = _read_json(path, name, max_row_bytes, json_depth)
+        for row in rows:
             number += 1
             yield row
     except (OSError, EOFError, lzma.LZMAError, pa.ArrowException, csv.Error) as error:
@@ -79,19 +88,29 @@ def _open(path: Path) -> IO[bytes]:
     return open(path, "rb")
 
 
-def _read_json(path: Path, name: str, max_row_bytes: int) -> Iterator[Row]:
-    suffix, _ = _suffixes(path)
+def _read_json(path: Path, name: str, max_row_bytes: int, depth: int | None) -> Iterator[Row]:
     with _open(path) as stream:
         head = stream.read(_CHUNK_BYTES).removeprefix(b"\xef\xbb\xbf")
-        is_array = head.lstrip()[:1] == b"[" and (suffix == ".json" or not _parses(head.lstrip().split(b"\n", 1)[0]))
-        is_object = suffix == ".json" and head.lstrip()[:1] == b"{" and not _parses(head.lstrip().split(b"\n", 1)[0])
-        if is_array or is_object:
-            for index, element in enumerate(_elements(head, stream, max_row_bytes, depth_of_rows=1 if is_array else 0), start=1):
+        if depth is None:
+            depth = _json_depth(head.lstrip(), _suffixes(path)[0])
+        if depth is not None:
+            for index, element in enumerate(_elements(head, stream, max_row_bytes, depth_of_rows=depth), start=1):
                 yield _parse(element, f"{name}:{index}", max_row_bytes)
             return
         for number, line in _lines(head, stream, max_row_bytes):
             if line is None or line.strip():
                 yield _parse(line, f"{name}:{number}", max_row_bytes)
+
+
+def _json_depth(head: bytes, suffix: str) -> int | None:
+    """Brackets around the rows of a JSON file, seen from its head; None for JSON Lines."""
+    if head[:1] == b"[" and suffix == ".json":
+        return 1
+    if head[:1] not in (b"[", b"{") or _parses(head.split(b"\n", 1)[0]):
+        return None
+    if head[:1] == b"[":  # an array in a file that is named as lines
+        return 1
+    return 0 if suffix == ".json" else None
 
 
 def _lines(head: bytes, stream: IO[bytes], max_row_bytes: int) -> Iterator[tuple[int, bytes | None]]:
@@ -178,7 +197,7 @@ def _parses(line: bytes) -> bool:
     return True
 
 
-def _read_parquet(path: Path, name: str, max_row_bytes: int) -> Iterator[Row]:
+def _read_parquet(path: Path, name: str) -> Iterator[Row]:
     number = 0
     with pq.ParquetFile(path, pre_buffer=False, buffer_size=_CHUNK_BYTES) as file:
         for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
