@@ -34,10 +34,10 @@ def load_judge(spec: TargetSpec, dtype: str) -> Any:
     """The target as a `transformers` causal model in `dtype` ("float32" or "bfloat16"), independent of any engine."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
+    # from_pretrained leaves a model in eval mode
+    model: Any = AutoModelForCausalLM.from_pretrained(
         spec.folder, dtype=getattr(torch, dtype), trust_remote_code=bool(spec.remote_code_sha256), local_files_only=True
     )
-    model.eval()
     return model
 
 

@@ -24,8 +24,8 @@ from eyas.speculate.lossless import Verdict, judge
 from eyas.speculate.results import Row, SetMeasurement, Side, TimedBlock
 from eyas.speculate.sets import BenchmarkPrompt
 
-Predict = Callable[[Sequence[int], Sequence[int]], AcceptCounts]
-"""(prompt ids, reply ids) → counts of the replay."""
+Predict = Callable[[Sequence[tuple[list[int], list[int]]]], list[AcceptCounts]]
+"""(prompt ids, reply ids) of some greedy replies → counts of the replay of each."""
 
 _SIDES: tuple[Side, ...] = ("off", "on", "on", "off")
 
@@ -52,9 +52,12 @@ def measure_set(
     ]
     counted = run_block(servers["on"], prompts, caps, in_flight)
     step("counts")
+    expected = [reply.output_ids[:tokens] for reply, tokens in zip(reference.replies, free, strict=True)]
+    predicted = predict([(prompt.input_ids, reply) for prompt, reply in zip(prompts, expected, strict=True)])
+    step("replayed")
     rows = [
-        _row(prompt, wanted.output_ids, tokens, seen, config.num_draft_tokens, judge_model, bigrams, predict)
-        for prompt, wanted, tokens, seen in zip(prompts, reference.replies, free, counted.replies, strict=True)
+        _row(prompt, wanted.output_ids, tokens, seen, config.num_draft_tokens, judge_model, bigrams, replayed)
+        for prompt, wanted, tokens, seen, replayed in zip(prompts, reference.replies, free, counted.replies, predicted, strict=True)
     ]
     step("compared")
     blocks: list[TimedBlock] = []
@@ -66,7 +69,7 @@ def measure_set(
 
 def num_steps(config: BenchmarkConfig) -> int:
     """How often `measure_set` calls `step`."""
-    return 3 + len(_SIDES) * config.repeats * len(config.concurrency)
+    return 4 + len(_SIDES) * config.repeats * len(config.concurrency)
 
 
 def _row(
@@ -77,7 +80,7 @@ def _row(
     num_draft_tokens: int,
     judge_model: Any,
     bigrams: BigramTable,
-    predict: Predict,
+    predicted: AcceptCounts,
 ) -> Row:
     expected = reference_ids[:num_free]
     verdict = judge(judge_model, prompt.input_ids, expected, seen.output_ids, num_draft_tokens)
@@ -86,7 +89,6 @@ def _row(
         "bigram": bigram_counts(bigrams, expected, num_draft_tokens),
         "prompt_lookup": prompt_lookup_counts(prompt.input_ids, expected, num_draft_tokens),
     }
-    predicted = predict(prompt.input_ids, expected)
     return Row(
         id=prompt.id,
         dataset=prompt.dataset,

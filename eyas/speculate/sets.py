@@ -9,6 +9,10 @@ import pyarrow.parquet as pq
 
 from eyas.config import RunConfig
 from eyas.errors import ConfigError
+from eyas.prompts.benchsets import load_benchmark_prompts
+from eyas.target.rendering import Renderer
+from eyas.target.spec import TargetSpec
+from eyas.target.tokenizer import load_tokenizer
 from eyas.workspace import RunFolder
 
 HELDOUT = "heldout"
@@ -29,6 +33,40 @@ def set_name(source: str) -> str:
     if not separator:
         return kind
     return name.rsplit("/", 1)[-1].split(".")[0]
+
+
+def load_set(run: RunFolder, config: RunConfig, spec: TargetSpec, source: str) -> list[BenchmarkPrompt]:
+    """The prompts of one set, rendered, `benchmark.prompts_per_set` at most.
+
+    Raises `ConfigError` where the set is empty or unknown, or a prompt leaves no room for a reply in the context.
+    """
+    count = config.benchmark.prompts_per_set
+    prompts = heldout_prompts(run, config, count) if source == HELDOUT else _standard_prompts(config, spec, source, count)
+    room = spec.context_length - config.benchmark.max_new_tokens
+    for prompt in prompts:
+        if len(prompt.input_ids) > room:
+            raise ConfigError(
+                f"benchmark set {source}: prompt {prompt.id} has {len(prompt.input_ids)} tokens, {room} leave room for a reply of "
+                f"{config.benchmark.max_new_tokens} in the context; lower benchmark.max_new_tokens or remove the prompt"
+            )
+    return prompts
+
+
+def _standard_prompts(config: RunConfig, spec: TargetSpec, source: str, count: int) -> list[BenchmarkPrompt]:
+    conversations = load_benchmark_prompts(source)
+    # Sets are sorted by subject, so prompts are taken at even distances, never the first ones.
+    taken = min(count, len(conversations))
+    places = [place * len(conversations) // taken for place in range(taken)]
+    renderer = Renderer(spec, load_tokenizer(spec), config.target)
+    name = set_name(source)
+    return [
+        BenchmarkPrompt(
+            id=f"{name}-{place}",
+            dataset=name,
+            input_ids=renderer.render(conversations[place].messages, conversations[place].tools).input_ids,
+        )
+        for place in places
+    ]
 
 
 def heldout_prompts(run: RunFolder, config: RunConfig, count: int) -> list[BenchmarkPrompt]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -24,6 +25,11 @@ from eyas.target.spec import TargetSpec, load_target
 
 ROOT = Path(__file__).parents[2]
 START_S = 240.0
+SGLANG_FLAGS = shlex.split(
+    "--device cpu --host 127.0.0.1 --attention-backend intel_amx --random-seed 1 --max-total-tokens 32768 "
+    # On a small machine SGLang's own estimate of the share leaves nothing with chunked prefill off.
+    "--mem-fraction-static 0.3 --max-running-requests 16 --context-length 2048 --enable-metrics --sleep-on-idle"
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,18 +52,8 @@ def sglang_server(python: Path, log: Path, model: Path, *flags: str) -> Iterator
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [str(python), str(ROOT / "engines/sglang/launch.py"), "--model-path", str(model), "--device", "cpu"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--attention-backend", "intel_amx", "--random-seed", "1"]
-    command += [
-        "--max-total-tokens",
-        "32768",
-        "--max-running-requests",
-        "16",
-        "--context-length",
-        "2048",
-        "--enable-metrics",
-        *flags,
-    ]
+    command = [str(python), str(ROOT / "engines/sglang/launch.py"), "--model-path", str(model), "--port", str(port)]
+    command += [*SGLANG_FLAGS, *flags]
     with open(log, "wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=child_environment())
     url = f"http://127.0.0.1:{port}"

@@ -35,7 +35,7 @@ def measure(model: Any, draft: FakeEngine, config: BenchmarkConfig = CONFIG) -> 
             config,
             judge_model=model,
             bigrams=BigramTable({}),
-            predict=lambda prompt, reply: AcceptCounts(verifications=len(reply), accepted=1),
+            predict=lambda pairs: [AcceptCounts(verifications=len(reply), accepted=1) for _, reply in pairs],
             step=steps.append,
         )
     return measurement, plain, steps

@@ -1,0 +1,264 @@
+"""Phase 6: serve the draft, measure what it gains, and decide whether it may be deployed.
+
+The embedded engine is started twice, side by side, once without and once with the draft; real SGLang is
+used where it runs (`server.urls` without, `benchmark.draft_urls` with the draft). Work is kept per set
+(`raw-<set>-<fingerprint>.json`), so a killed benchmark goes on with the sets that are missing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pyarrow.parquet as pq
+from pydantic import ValidationError
+
+from eyas.config import RunConfig
+from eyas.engine.process import EngineProcess
+from eyas.errors import ArtifactError, ConfigError, ServerError
+from eyas.files import digest_file, read_json, write_bytes, write_json
+from eyas.manifest import Counts, Manifest, file_entries, fingerprint, finished_manifest, load_manifest, now
+from eyas.progress import Progress, Report, silent
+from eyas.speculate.baselines import BigramTable
+from eyas.speculate.deploy import Check, decide, identity_checks, result_checks
+from eyas.speculate.launch import compose_file, launch_command, server_flags
+from eyas.speculate.load import Server
+from eyas.speculate.lossless import load_judge
+from eyas.speculate.measure import measure_set, num_steps
+from eyas.speculate.predict import Predictor
+from eyas.speculate.results import SetMeasurement, Side, render_report, summarise
+from eyas.speculate.sets import load_set, set_name
+from eyas.target.spec import TargetSpec, load_target
+from eyas.workspace import RunFolder, exclusive
+
+STAGE = "benchmark"
+VERSION = 1
+
+logger = logging.getLogger(__name__)
+
+
+def benchmark(run: RunFolder, config: RunConfig, report: Report = silent) -> Manifest:
+    """Measure the exported draft of `run` and write `benchmark/`; returns its manifest, at once if nothing changed.
+
+    Raises `ConfigError` for a set or server that does not fit, `ServerError` where a server fails,
+    `ArtifactError` where an input is not what its manifest says.
+    """
+    spec = load_target(config.target)
+    inputs = _inputs(run, config, spec)
+    wanted = fingerprint(STAGE, VERSION, inputs=inputs, config=_config_that_counts(config))
+    if finished := finished_manifest(run.benchmark, wanted):
+        return finished
+    started_at = now()
+    with exclusive(run.benchmark / ".lock", "this run's benchmark"):
+        measurements = _measure_all(run, config, spec, wanted, report)
+        results = summarise(
+            measurements,
+            engine=config.server.kind,
+            num_draft_tokens=config.benchmark.num_draft_tokens,
+            min_verifications=config.benchmark.min_verifications,
+        )
+        identity = [Check.model_validate(check) for measurement in measurements for check in measurement.identity]
+        decision = decide(identity + result_checks(results, config.benchmark))
+        results["deployment"] = decision.model_dump()
+        _write_outputs(run, config, spec, results)
+        num_rows = sum(len(measurement.rows) for measurement in measurements)
+        names = ["results.json", "report.md", "launch.sh", "compose.yaml"]
+        names += [_raw_path(run, source, wanted).name for source in config.benchmark.sets]
+        manifest = Manifest(
+            stage=STAGE,
+            stage_version=VERSION,
+            fingerprint=wanted,
+            inputs=inputs,
+            config=_config_that_counts(config),
+            counts=Counts.of(done=num_rows),
+            files=file_entries(run.benchmark, names),
+            figures={
+                "accept_length": results["accept_length"]["overall"],
+                "predicted_accept_length": results["predicted_accept_length"],
+                "speedup": results["speedup"],
+                "outputs": results["outputs"],
+                "serves_draft": decision.serves_draft,
+            },
+            started_at=started_at,
+        ).write(run.benchmark)
+    report(Progress(stage=STAGE, done=num_rows, total=num_rows, unit="prompts", figures=_shown(results), is_final=True))
+    return manifest
+
+
+def _inputs(run: RunFolder, config: RunConfig, spec: TargetSpec) -> dict[str, str]:
+    """Digests of what is measured: the exported files themselves, the prompts, the training data of the bigram table."""
+    draft = {f"draft/export/{name}": digest_file(_existing(run.export / name)) for name in ("config.json", "model.safetensors")}
+    prompts = {f"prompts/{item.name}": load_manifest(run.prompts(item.name)).digest() for item in config.prompts.datasets}
+    return draft | prompts | {"merged": load_manifest(run.merged).digest(), "target": spec.fingerprint}
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise ArtifactError(f"{path} is missing; run the phase that exports the draft first")
+    return path
+
+
+def _config_that_counts(config: RunConfig) -> dict[str, Any]:
+    return {
+        "benchmark": config.benchmark.model_dump(mode="json"),
+        "server": config.server.model_dump(mode="json", include={"kind", "urls", "engine"}),
+    }
+
+
+def _measure_all(run: RunFolder, config: RunConfig, spec: TargetSpec, wanted: str, report: Report) -> list[SetMeasurement]:
+    found = {source: _load_raw(_raw_path(run, source, wanted)) for source in config.benchmark.sets}
+    missing = [source for source, measurement in found.items() if measurement is None]
+    if missing:
+        prompts = {source: load_set(run, config, spec, source) for source in missing}
+        bigrams = _bigram_table(run)
+        with _servers(run, config, spec) as (servers, engine, identity):
+            judge_model = load_judge(spec, engine["dtype"])
+            predictor = Predictor(run.export, spec, judge_model, config.benchmark.num_draft_tokens)
+            for source in missing:
+                name = set_name(source)
+                steps = _Steps(report, name, num_steps(config.benchmark))
+                measurement = measure_set(
+                    name,
+                    prompts[source],
+                    servers,
+                    config.benchmark,
+                    judge_model=judge_model,
+                    bigrams=bigrams,
+                    predict=predictor.counts,
+                    step=steps,
+                )
+                measurement = measurement.model_copy(
+                    update={"engine": engine, "identity": [check.model_dump() for check in identity]}
+                )
+                write_json(_raw_path(run, source, wanted), measurement.model_dump(), indent=None)
+                found[source] = measurement
+    return [measurement for measurement in found.values() if measurement is not None]
+
+
+class _Steps:
+    """Counts the blocks of one set and reports each."""
+
+    def __init__(self, report: Report, name: str, total: int) -> None:
+        self._report, self._name, self._total, self._done = report, name, total, 0
+
+    def __call__(self, word: str) -> None:
+        self._done += 1
+        self._report(
+            Progress(
+                stage=STAGE,
+                name=self._name,
+                done=self._done,
+                total=self._total,
+                unit="blocks",
+                figures={"last": word},
+                is_final=self._done == self._total,
+            )
+        )
+
+
+def _raw_path(run: RunFolder, source: str, wanted: str) -> Path:
+    return run.benchmark / f"raw-{set_name(source)}-{wanted[:12]}.json"
+
+
+def _load_raw(path: Path) -> SetMeasurement | None:
+    try:
+        return SetMeasurement.model_validate(read_json(path))
+    except (ArtifactError, ValidationError):
+        return None  # absent or cut short: measured again
+
+
+def _bigram_table(run: RunFolder) -> BigramTable:
+    file = pq.ParquetFile(run.merged / "tokens.parquet")
+
+    def records() -> Iterator[tuple[Any, Any]]:
+        for batch in file.iter_batches(batch_size=256, columns=["split", "input_ids", "loss_mask"]):
+            for split, input_ids, loss_mask in zip(
+                *(batch.column(name) for name in ("split", "input_ids", "loss_mask")), strict=True
+            ):
+                if split.as_py() == "train":
+                    yield np.asarray(input_ids.values), np.asarray(loss_mask.values)
+
+    return BigramTable.from_records(records())
+
+
+@contextmanager
+def _servers(
+    run: RunFolder, config: RunConfig, spec: TargetSpec
+) -> Iterator[tuple[dict[Side, Server], dict[str, Any], list[Check]]]:
+    """Both servers, what the engine is, and whether the one with the draft is what it claims to be."""
+    api_key = Path(config.server.api_key_file).read_text().strip() if config.server.api_key_file else ""
+    num_draft_tokens = config.benchmark.num_draft_tokens
+    with ExitStack() as stack:
+        if config.server.kind == "embedded":
+            engine = config.server.engine.model_copy(update={"dtype": config.benchmark.dtype, "port": 0})
+            off = stack.enter_context(
+                EngineProcess(spec.folder, config=engine, api_key=api_key, log=run.logs / "benchmark-off.log")
+            )
+            info = _server_info(off.url, api_key)
+            # Both sides in one precision: what `auto` found for the first holds for the second.
+            engine = engine.model_copy(update={"dtype": info["dtype"]})
+            on = stack.enter_context(
+                EngineProcess(
+                    spec.folder,
+                    config=engine,
+                    draft_dir=run.export,
+                    num_draft_tokens=num_draft_tokens,
+                    api_key=api_key,
+                    log=run.logs / "benchmark-on.log",
+                )
+            )
+            urls: dict[Side, str] = {"off": off.url, "on": on.url}
+        else:
+            if not config.benchmark.draft_urls:
+                raise ConfigError(
+                    "benchmark.draft_urls is empty; start SGLang with the draft (benchmark/launch.sh shows how) and give its URL"
+                )
+            urls = {"off": config.server.urls[0], "on": config.benchmark.draft_urls[0]}
+        infos = {side: _server_info(url, api_key) for side, url in urls.items()}
+        identity = identity_checks(
+            infos["on"], target=str(infos["off"].get("model_path")), draft=str(run.export), num_draft_tokens=num_draft_tokens
+        )
+        dtype = {"auto": spec.dtype}.get(infos["on"]["dtype"], infos["on"]["dtype"])
+        servers = {
+            side: Server(
+                url=url, config=config.server, has_draft=side == "on", stop_token_ids=tuple(spec.eos_token_ids), api_key=api_key
+            )
+            for side, url in urls.items()
+        }
+        details = {"dtype": dtype, "max_running_requests": infos["on"].get("max_running_requests")}
+        yield servers, details, identity
+
+
+def _server_info(url: str, api_key: str) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        response = httpx.get(f"{url}/server_info", headers=headers, timeout=30.0, trust_env=False)
+        response.raise_for_status()
+        info: dict[str, Any] = response.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise ServerError(f"{url}/server_info cannot be read: {error!r}; is the server up and the key right?") from error
+    return info
+
+
+def _write_outputs(run: RunFolder, config: RunConfig, spec: TargetSpec, results: dict[str, Any]) -> None:
+    hardware = config.benchmark.hardware
+    flags = server_flags(
+        spec.folder, run.export.resolve(), hardware=hardware, num_draft_tokens=config.benchmark.num_draft_tokens, tensor_parallel=1
+    )
+    write_bytes(run.benchmark / "launch.sh", launch_command(flags).encode())
+    write_bytes(run.benchmark / "compose.yaml", compose_file(flags, gpus=hardware != "cpu").encode())
+    write_bytes(run.benchmark / "report.md", render_report(results).encode())
+    write_json(run.benchmark / "results.json", results)
+
+
+def _shown(results: dict[str, Any]) -> dict[str, float | int | str]:
+    return {
+        "accept_length": round(results["accept_length"]["overall"], 3),
+        "speedup": round(results["speedup"], 3),
+        "wrong": results["outputs"]["wrong"],
+    }
