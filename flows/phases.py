@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from prefect import unmapped
 
-from eyas.config import RunConfig
+from eyas.config import RunConfig, apply_override, parse_config
 from eyas.errors import ConfigError
 from eyas.files import digest_file
 from eyas.manifest import Manifest, verify_manifest
 from eyas.operate.hosts import host_of
 from eyas.operate.phases import Phase
+from eyas.operate.pipeline import open_run
 from eyas.operate.plan import PlanKeeper
 from eyas.progress import recorder
 from eyas.workspace import RunFolder
@@ -41,9 +42,9 @@ logger = logging.getLogger(__name__)
 Manifests = dict[str, Manifest]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Job:
-    """One run as its flow knows it; `api_key` is the servers' and never leaves the process."""
+    """One run as its flow knows it; `api_key` is the servers' and never leaves the process. A decision may change `config`."""
 
     run: RunFolder
     config: RunConfig
@@ -63,6 +64,15 @@ class Job:
     def shared(self) -> dict[str, Any]:
         """The parameters of every task."""
         return {"run": self.run.root, "config": self.config}
+
+    def apply(self, settings: list[str]) -> None:
+        """Change the config by `key=value` settings, for the rest of this run and in its run.json."""
+        raw = self.config.model_dump(mode="json")
+        for setting in settings:
+            apply_override(raw, setting)
+        self.config = parse_config(raw, where="decision")
+        open_run(self.run.root, self.config)
+        self.keeper = PlanKeeper(self.run, self.config)
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:

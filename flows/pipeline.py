@@ -23,6 +23,7 @@ from eyas.prompts.config import PromptsConfig
 from eyas.sglang.config import ServerConfig
 from eyas.speculate.config import BenchmarkConfig
 from eyas.target.config import TargetConfig
+from flows.decide import decide
 from flows.local import run_here
 from flows.phases import (
     Job,
@@ -92,6 +93,8 @@ async def run_phases(job: Job, until: Phase = "bench") -> None:
     prompts = await prepare_phase(job)
     if until == "prepare":
         return
+    if await decide(job):
+        prompts = await prepare_phase(job)
     responses = await generate_phase(job, prompts)
     if until == "generate":
         return

@@ -21,6 +21,7 @@ from eyas.files import read_json
 from eyas.operate.pipeline import open_run
 from eyas.operate.plan import PlanKeeper
 from eyas.workspace import RunFolder, exclusive
+from flows.decide import recorded_settings
 from flows.phases import Job
 from tasks.publish import artifact_key, published
 
@@ -53,8 +54,11 @@ async def running(run: str, config: RunConfig, blocks: BlockNames = BlockNames()
     with exclusive(root / ".lock", f"run folder {root}"):
         await asyncio.to_thread(open_run, root, config)
         keeper = PlanKeeper(folder, config)
-        async with published(folder, lambda: _plan(folder), keeper.on_progress):
-            yield Job(run=folder, config=config, keeper=keeper, results=results, api_key=api_key)
+        job = Job(run=folder, config=config, keeper=keeper, results=results, api_key=api_key)
+        if settings := recorded_settings(job):
+            job.apply(settings)
+        async with published(folder, lambda: _plan(folder), lambda progress: job.keeper.on_progress(progress)):
+            yield job
         markdown, html = await asyncio.to_thread(write_report, folder)
         text = markdown.read_text(encoding="utf-8")
         await acreate_markdown_artifact(text, key=artifact_key(root.name, "report"), description=f"Report of {root.name}")
