@@ -34,6 +34,9 @@ SGLANG_FLAGS = shlex.split(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--engines", default="", help="folder in which engines/install.sh put sglang and vllm")
+    parser.addoption(
+        "--engines-run", default="", help="finished run whose draft is measured; empty makes one with the quick preset"
+    )
 
 
 def engine_python(request: pytest.FixtureRequest, engine: str) -> Path:
