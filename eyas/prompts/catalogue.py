@@ -44,12 +44,13 @@ REFERENCE_DATASETS: tuple[DatasetConfig, ...] = (
         converter="messages",
         quota=13_000,
         max_rows=60_000,
-        license="Apache-2.0",
+        license="see the dataset's card",
     ),
     DatasetConfig(
         name="B5_openthoughts",
         source="hub:open-thoughts/OpenThoughts-114k",
         converter="sharegpt",
+        fields={"conversations": "conversations"},  # leaves out a system column that prescribes another model's think tags
         quota=13_000,
         max_rows=60_000,
         license="Apache-2.0",
