@@ -1,17 +1,41 @@
-"""Decisions and alarms of a run as a whole."""
+"""Decisions, alarms and the host of a run as a whole."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from eyas.settings import Settings
+
+Mode = Literal["generate", "extract", "none", "draft"]
+
+
+class HostConfig(Settings):
+    """Who brings the target's servers into the mode a phase needs; only for server.kind sglang."""
+
+    kind: Literal["manual", "command"] = Field(
+        default="manual", description="manual asks the operator and verifies; command runs the commands below and verifies."
+    )
+    commands: dict[Mode, str] = Field(
+        default_factory=dict,
+        description="Shell command per mode (generate, extract, none, draft); {draft} stands for the exported draft's folder.",
+    )
+    num_gpus: int = Field(default=0, ge=0, description="GPUs of the host, for the plan's GPU-hours; 0 leaves them out.")
+    ready_timeout_s: float = Field(default=3600.0, gt=0, description="Seconds until the servers must answer in a new mode.")
+
+    @model_validator(mode="after")
+    def _commands_are_there(self) -> HostConfig:
+        missing = [mode for mode in ("generate", "none") if self.kind == "command" and mode not in self.commands]
+        if missing:
+            raise ValueError(f"operate.host.commands lacks {' and '.join(missing)}; kind command needs them")
+        return self
 
 
 class OperateConfig(Settings):
     """Plan, decision and watch."""
 
+    host: HostConfig = HostConfig()
     decision: Literal["accept", "ask"] = Field(
         default="accept", description="accept goes on with the plan; ask waits for a person."
     )

@@ -1,0 +1,89 @@
+"""What else could be done before the long phases, and what it costs: the table a person decides by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eyas.config import RunConfig
+from eyas.operate.forecast import Forecast, TargetSizes, forecast, whole_phase
+from eyas.operate.phases import Phase
+from eyas.operate.status import PhaseStatus
+from eyas.operate.volumes import Volumes
+
+SUBSETS = (0.5, 0.25)
+
+
+def alternatives(
+    config: RunConfig, sizes: TargetSizes, counted: Volumes, statuses: dict[Phase, PhaseStatus]
+) -> list[dict[str, Any]]:
+    """All prompts, subsets, a lower cap, more servers: prompts, reply tokens, hours (None: unknown), GPU-hours and disk of each."""
+    base = forecast(config, sizes, counted, statuses)
+    rows = [_row("all prompts, as configured", "", counted, base, config)]
+    for share in SUBSETS:
+        account = counted.scaled(share)
+        outlook = _instead(base, config, sizes, counted, account, statuses)
+        rows.append(
+            _row(
+                f"{share:.0%} of every dataset", f"prompts.subsample={config.prompts.subsample * share:g}", account, outlook, config
+            )
+        )
+    caps = [min(item.max_new_tokens, config.generation.max_new_tokens or item.max_new_tokens) for item in config.prompts.datasets]
+    if caps:
+        account = counted.scaled(1.0, caps=0.5)
+        outlook = _instead(base, config, sizes, counted, account, statuses)
+        rows.append(_row("replies capped at half", f"generation.max_new_tokens={max(caps) // 2}", account, outlook, config))
+    if config.server.kind == "sglang":
+        num_servers = len(config.server.urls)
+        outlook = _instead(base, config, sizes, counted, counted, statuses, speed=2.0)
+        rows.append(_row(f"{2 * num_servers} servers instead of {num_servers}", "server.urls", counted, outlook, config))
+    return rows
+
+
+def _instead(
+    base: Forecast,
+    config: RunConfig,
+    sizes: TargetSizes,
+    counted: Volumes,
+    account: Volumes,
+    statuses: dict[Phase, PhaseStatus],
+    *,
+    speed: float = 1.0,
+) -> Forecast:
+    """The outlook with another account: each phase's rest, in proportion to the tokens that would be left of it."""
+    phases = []
+    for item in base.phases:
+        before, after = (whole_phase(item.phase, config, sizes, volume) for volume in (counted, account))
+        counts = statuses[item.phase].counts
+        done = 1 - counts["pending"] / counts["in"] if counts.get("in") else 0.0
+        hours = item.hours
+        if hours is not None:
+            hours *= _rest(after.tokens, before.tokens, done) / (speed if item.phase == "generate" else 1.0)
+        disk_bytes = round(item.disk_bytes * _rest(after.disk_bytes, before.disk_bytes, done))
+        phases.append(item.model_copy(update={"hours": hours, "disk_bytes": disk_bytes}))
+    known = [item.hours for item in phases if item.hours is not None]
+    return base.model_copy(
+        update={
+            "phases": phases,
+            "hours": sum(known) if len(known) == len(phases) else None,
+            "disk_bytes_to_write": sum(item.disk_bytes for item in phases),
+        }
+    )
+
+
+def _rest(after: int, before: int, done: float) -> float:
+    """What would be left of a phase, as a share of what is left now, if it were to handle `after` instead of `before`."""
+    ratio = after / before if before else 1.0
+    return max(0.0, ratio - done) / (1 - done) if done < 1 else 0.0
+
+
+def _row(name: str, setting: str, account: Volumes, outlook: Forecast, config: RunConfig) -> dict[str, Any]:
+    num_gpus = config.operate.host.num_gpus
+    return {
+        "name": name,
+        "set": setting,
+        "prompts": account.num_prompts,
+        "tokens": account.response_tokens,
+        "hours": outlook.hours,
+        "gpu_hours": outlook.hours * num_gpus if outlook.hours is not None and num_gpus else None,
+        "disk_bytes": outlook.disk_bytes_to_write,
+    }

@@ -1,0 +1,123 @@
+"""The command line: `eyas VERB`. Parses, refuses, runs, and turns errors into one line and an exit code.
+
+This is the one place of the library that reads the environment (EYAS_API_KEY) and handles signals. What
+the verbs do is in `eyas.operate.verbs`; modules are imported by the verb that needs them, so that
+`eyas --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from eyas import __version__
+
+INTERRUPTED = 130
+
+EXAMPLES = """\
+a first run, on this machine, without a GPU:
+  eyas run --config deployments/presets/local-smollm2-quick.yaml --run runs/first
+  eyas watch --run runs/first           (in another shell, while it runs)
+  eyas report --run runs/first --open   (at any time)
+
+before a long run:
+  eyas run --config my.yaml --run runs/big --dry-run
+
+A run that was stopped, killed or has failed continues when the same command is given again.
+exit codes: 0 done, 1 failed, 2 bad configuration or input, 3 finished with rejects above the limit, 130 interrupted
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of `eyas`; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = make_parser()
+    options = parser.parse_args(words)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # both end the run in the same clean way
+    from eyas.errors import EyasError
+    from eyas.operate import verbs
+
+    try:
+        verb = getattr(verbs, options.verb.replace("-", "_") + "_verb")
+        return int(verb(options, os.environ.get("EYAS_API_KEY", "")))
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; nothing is lost. To continue: {shlex.join(['eyas', *words])}", file=sys.stderr)
+        return INTERRUPTED
+    except EyasError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # the reader of our output has gone: `eyas status | head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return 1
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="eyas",
+        description="Train an EAGLE-3 draft model for a language model that you already serve, and measure what it gains.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"eyas {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, title="verbs")
+    run = _phase(verbs, "run", "the whole job: prompts in, a faster model out")
+    run.add_argument(
+        "--no-prefect", action="store_true", help="run the same library code in this process, without a Prefect server"
+    )
+    run.add_argument("--ui", action="store_true", help="open the Prefect UI on this run")
+    _phase(verbs, "prepare", "phase 1: collect, clean, split and render prompts")
+    _phase(verbs, "generate", "phase 2: the target's own responses, resumable at any moment")
+    _phase(verbs, "merge", "phase 3: one training order and the draft's vocabulary")
+    _phase(verbs, "extract", "phase 4: the target's hidden states for every token")
+    _phase(verbs, "train", "phase 5: train the draft, best checkpoint by held-out accept length")
+    _phase(verbs, "export", "write the draft as SGLang and vLLM load it")
+    _phase(verbs, "bench", "phase 6: serve with the draft, measure accept length and speed-up")
+    engine = _configured(verbs, "engine", "serve the target with the embedded engine until Ctrl-C")
+    engine.add_argument("--draft", type=Path, help="folder of an exported draft to speculate with")
+    engine.add_argument("--port", type=int, help="port on loopback; default: server.engine.port, or a free one")
+    _configured(verbs, "plan", "bring the plan up to date and print it: phases, forecast, alternatives")
+    status = _folder(verbs, "status", "where a run stands, from its folder alone; works after a crash")
+    status.add_argument("--json", action="store_true", help="as JSON, for programs")
+    watch = _folder(verbs, "watch", "live view of a run, from its folder alone; Ctrl-C leaves the run alone")
+    watch.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between looks (default: 2)")
+    report = _folder(verbs, "report", "write report.md and report.html into the run folder; a half-finished run will do")
+    report.add_argument("--open", action="store_true", help="open report.html in the browser, if there is one")
+    return parser
+
+
+def _phase(verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
+    parser = _configured(verbs, name, text)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print records, tokens, disk and hours that are to be expected, and do nothing"
+    )
+    return parser
+
+
+def _configured(verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
+    parser = _folder(verbs, name, text)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML config; without it, the one recorded in the run folder")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one value of the config, for instance draft.epochs=2 or prompts.datasets.0.quota=100; may be repeated",
+    )
+    parser.add_argument("--verbose", action="store_true", help="log to the terminal too (the log is in DIR/logs/eyas.log)")
+    return parser
+
+
+def _folder(verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
+    parser = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.add_argument("--run", type=Path, metavar="DIR", required=True, help="run folder; one that exists is continued")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

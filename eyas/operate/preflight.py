@@ -1,0 +1,121 @@
+"""Everything that can be refused before any work starts, each in one clear line.
+
+The checks cost about a second: they read the config, the target's folder, the sources' existence, the
+ports and the disk, and ask running servers who they are.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from eyas.config import RunConfig
+from eyas.errors import ConfigError
+from eyas.operate.forecast import Forecast, forecast, sizes_of
+from eyas.operate.hosts import check_server
+from eyas.operate.plan import check_disk, free_bytes
+from eyas.operate.status import read_status
+from eyas.operate.volumes import volumes
+from eyas.target.spec import TargetSpec, load_target
+from eyas.workspace import RunFolder
+
+
+def preflight(root: Path, config: RunConfig, *, api_key: str = "") -> Forecast:
+    """Raise `ConfigError` for what would fail later; otherwise the forecast of what is left to do.
+
+    Creates nothing but the run folder itself, to prove that it can be written.
+    """
+    check_files(config)
+    check_sources(config)
+    spec = load_target(config.target)
+    check_target(spec, config)
+    RunFolder(root).create()
+    if config.server.kind == "embedded":
+        check_port(config.server.engine.port)
+    else:
+        for url in config.server.urls:
+            check_server(url, config, api_key=api_key)
+    outlook = outlook_of(root, config, spec)
+    check_disk(outlook, config, free_bytes(root), str(root))
+    return outlook
+
+
+def outlook_of(root: Path, config: RunConfig, spec: TargetSpec) -> Forecast:
+    """The forecast of what is left of the run in `root`, which need not exist."""
+    run = RunFolder(root)
+    statuses = {phase.phase: phase for phase in read_status(root).phases} if run.run_json.is_file() else None
+    return forecast(config, sizes_of(spec), volumes(run, config), statuses)
+
+
+def check_files(config: RunConfig) -> None:
+    """Every file that the config names exists; raises `ConfigError` naming the key and the file."""
+    if not config.prompts.datasets:
+        raise ConfigError("prompts.datasets is empty; name at least one dataset, or start from a preset in deployments/presets")
+    named = {f"prompts.datasets.{dataset.name}.source": dataset.source for dataset in config.prompts.datasets}
+    named |= {f"prompts.decontaminate_against.{n}": source for n, source in enumerate(config.prompts.decontaminate_against)}
+    named |= {f"benchmark.sets.{n}": source for n, source in enumerate(config.benchmark.sets)}
+    files = {key: source.removeprefix("file:") for key, source in named.items() if source.startswith("file:")}
+    if config.server.api_key_file:
+        files["server.api_key_file"] = config.server.api_key_file
+    for key, name in files.items():
+        if not Path(name).expanduser().exists():
+            raise ConfigError(f"{key}: {name} does not exist; correct the path, which is relative to {Path.cwd()}")
+
+
+def check_sources(config: RunConfig) -> None:
+    """Every dataset's source is of a known kind and, where it is a package's, installed; raises `ConfigError`."""
+    from eyas.prompts.packages import open_package_source
+
+    for dataset in config.prompts.datasets:
+        kind, _, name = dataset.source.partition(":")
+        if kind not in ("file", "hub", "package") or not name:
+            raise ConfigError(
+                f"prompts.datasets.{dataset.name}.source is {dataset.source!r}, wanted file:PATH, hub:ID or package:NAME; correct it"
+            )
+        if kind == "package":
+            open_package_source(name, max_row_bytes=config.prompts.max_row_bytes)
+
+
+def check_target(spec: TargetSpec, config: RunConfig) -> None:
+    """The target can chat and, where we run it ourselves, its blocks can be hooked; raises `ConfigError`."""
+    from eyas.target.tokenizer import load_tokenizer
+
+    load_tokenizer(spec)
+    if config.hidden.source == "transformers":
+        check_hookable(spec)
+
+
+def check_hookable(spec: TargetSpec) -> None:
+    """The target's model class has a list of as many decoder blocks as the config says; nothing is loaded."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        model_config = AutoConfig.from_pretrained(spec.folder, local_files_only=True)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config)  # type: ignore[no-untyped-call]
+    except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"target {spec.folder} ({spec.architecture or spec.model_type}) cannot be built by transformers: "
+            f"{' '.join(str(error).split())[:200]}; use hidden.source sglang or vllm, or another target"
+        ) from error
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == spec.num_layers]
+    if not lists or model.get_output_embeddings() is None:
+        raise ConfigError(
+            f"target {spec.folder} ({spec.architecture}) has no list of {spec.num_layers} blocks and lm_head to read states from; "
+            "use hidden.source sglang or vllm, or another target"
+        )
+
+
+def check_port(port: int) -> None:
+    """Nothing listens on the engine's fixed port; raises `ConfigError`."""
+    if not port:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(
+                f"server.engine.port {port} is in use ({error.strerror}); end what listens there, or set it to 0 for a free one"
+            ) from error

@@ -1,0 +1,161 @@
+"""The run on a terminal: one view, printed once by `eyas status` and kept live by `eyas watch`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from eyas.operate.forecast import Forecast
+from eyas.operate.phases import TITLES
+from eyas.operate.status import DatasetStatus, PhaseStatus, RunStatus, read_status
+from eyas.operate.wording import duration, number, size
+
+COLOURS = {
+    "done": "green",
+    "running": "cyan",
+    "stalled": "yellow",
+    "stopped": "yellow",
+    "failed": "red",
+    "damaged": "red",
+    "waiting": "dim",
+    "new": "dim",
+}
+
+
+def watch(root: Path, *, every_s: float) -> None:
+    """Show the run until it is done or Ctrl-C; reads the folder every `every_s` seconds."""
+    console = Console(highlight=False)
+    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        while True:
+            status = read_status(root)
+            live.update(render_status(status), refresh=True)
+            if status.state == "done":
+                break
+            try:
+                time.sleep(every_s)
+            except KeyboardInterrupt:
+                break
+    console.print(render_status(status))
+
+
+def render_status(status: RunStatus) -> RenderableType:
+    """Headline, phases, datasets, disk and alarms."""
+    headline = Text.assemble(
+        (status.name, "bold"), "  ", (status.state, COLOURS[status.state]), ("  " + status.at.replace("+00:00", "Z"), "dim")
+    )
+    parts: list[RenderableType] = [headline, _phases(status)]
+    if any(dataset.prompts or dataset.responses for dataset in status.datasets):
+        parts.append(_datasets(status.datasets))
+    parts.append(Text(_disk(status)))
+    if status.results:
+        parts.append(Text(_results(status.results), style="bold green"))
+    parts += [Text(f"! {alarm}", style="bold red") for alarm in status.alarms]
+    return Group(*parts)
+
+
+def render_outlook(outlook: Forecast, free_bytes: int) -> RenderableType:
+    """What a run is expected to hold and to cost, before it starts."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("phase", "records", "tokens", "disk", "at most", "time", "rests on"):
+        table.add_column(name, justify="left" if name in ("phase", "rests on") else "right", no_wrap=name != "rests on")
+    for item in outlook.phases:
+        table.add_row(
+            TITLES[item.phase],
+            f"{item.records:,}",
+            f"{item.tokens:,}",
+            size(item.disk_bytes),
+            size(item.disk_bytes_at_most),
+            "?" if item.hours is None else duration(item.hours * 3600),
+            item.basis,
+        )
+    hours = "unknown: some phase was never measured" if outlook.hours is None else duration(outlook.hours * 3600)
+    summary = (
+        f"in all: time {hours}; disk {size(outlook.disk_bytes_to_write)}, "
+        f"at most {size(outlook.disk_bytes_at_most)}, of {size(free_bytes)} free"
+    )
+    return Group(table, Text(summary, style="bold"), Text(f"tokens: {outlook.volumes_basis}", style="dim"))
+
+
+def _phases(status: RunStatus) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("phase", "state", "in", "done", "rejected", "pending", "progress"):
+        table.add_column(name, justify="right" if name in ("in", "done", "rejected", "pending") else "left")
+    for phase in status.phases:
+        counts = [f"{phase.counts[key]:,}" if phase.counts else "" for key in ("in", "done", "rejected", "pending")]
+        table.add_row(TITLES[phase.phase], Text(phase.state, style=COLOURS[phase.state]), *counts, _progress(phase))
+    return table
+
+
+def _progress(phase: PhaseStatus) -> str:
+    moving = [piece for piece in phase.progress if not piece.is_final]
+    if not moving:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in phase.rejected_by_reason.items())
+        return f"rejected: {reasons}" if reasons else ""
+    done, total = sum(piece.done for piece in moving), sum(piece.total for piece in moving)
+    share = f"{done / total:.0%}" if total else ""
+    left = [float(piece.figures["remaining_s"]) for piece in moving if "remaining_s" in piece.figures]
+    words = [f"{share} of {total:,} {moving[0].unit}", f"{duration(max(left))} left" if left else ""]
+    if len(moving) == 1:
+        shown = [
+            (key, value) for key, value in moving[0].figures.items() if key not in ("remaining_s", "done", "rejected", "pending")
+        ]
+        words += [f"{key}={number(value)}" for key, value in shown[:3]]
+    return "  ".join(word for word in words if word)
+
+
+def _datasets(datasets: list[DatasetStatus]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    columns = ("dataset", "prompts", "done", "rejected", "pending", "in flight", "median", "mean", "p90", "p99", "cut", "reasoning")
+    for name in columns:
+        table.add_column(name, justify="left" if name == "dataset" else "right")
+    for dataset in datasets:
+        figures = dataset.figures
+        table.add_row(
+            dataset.dataset,
+            _count(dataset.prompts, "done"),
+            *(_count(dataset.responses, key) for key in ("done", "rejected", "pending")),
+            _figure(figures, "in_flight"),
+            *(_figure(figures, f"tokens_{key}") for key in ("median", "mean", "p90", "p99")),
+            _share(figures, "share_cut_by_length"),
+            _share(figures, "share_with_reasoning"),
+        )
+    return table
+
+
+def _disk(status: RunStatus) -> str:
+    wanted = status.forecast.get("disk_bytes_to_write")
+    rest = f", about {size(wanted)} still to be written" if wanted is not None else ""
+    hours = status.forecast.get("hours")
+    left = f"; {duration(hours * 3600)} left in all" if hours and status.state != "done" else ""
+    return f"disk: {size(status.disk['used_bytes'])} used, {size(status.disk['free_bytes'])} free{rest}{left}"
+
+
+def _results(results: dict[str, Any]) -> str:
+    words = []
+    if accept := results.get("accept_length"):
+        words.append(
+            f"accept length {accept['overall']:.3f} (predicted {number(results.get('predicted_accept_length') or 'none')})"
+        )
+    if results.get("speedup"):
+        words.append(f"speed-up {results['speedup']:.2f}×")
+    if outputs := results.get("outputs"):
+        words.append(f"replies {outputs['identical']} identical, {outputs['tie']} ties, {outputs['wrong']} wrong")
+    return "; ".join(words)
+
+
+def _count(counts: dict[str, int], key: str) -> str:
+    return f"{counts[key]:,}" if key in counts else ""
+
+
+def _figure(figures: dict[str, Any], key: str) -> str:
+    return number(figures[key]) if key in figures else ""
+
+
+def _share(figures: dict[str, Any], key: str) -> str:
+    return f"{figures[key]:.0%}" if key in figures else ""

@@ -1,0 +1,315 @@
+"""What a run folder says about the run: phases, datasets, disk, alarms. Reads the folder and nothing else.
+
+So it answers from another shell, on another machine that mounts the folder, and after a crash. A manifest
+says what is done; the last progress message of each piece says what moves, and its process number
+whether anybody still works on it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from eyas.errors import ArtifactError
+from eyas.files import read_json
+from eyas.manifest import Counts, Manifest, verify_manifest
+from eyas.operate.children import is_alive
+from eyas.operate.phases import PHASES, Phase, phase_folders, phase_of_stage
+from eyas.progress import HISTORY_NAME, Progress
+from eyas.workspace import RunFolder
+
+PhaseState = Literal["waiting", "running", "stalled", "stopped", "failed", "damaged", "done"]
+
+
+class ProgressMessage(BaseModel):
+    """The last recorded message of one piece of work."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    stage: str
+    name: str = ""
+    done: int
+    total: int
+    unit: str
+    figures: dict[str, float | int | str] = Field(default_factory=dict)
+    is_final: bool = False
+    at: str
+    pid: int = 0
+    host: str = ""
+    started_at: str = ""
+
+    def progress(self) -> Progress:
+        """The message as the phase sent it."""
+        return Progress(
+            stage=self.stage,
+            name=self.name,
+            done=self.done,
+            total=self.total,
+            unit=self.unit,
+            figures=self.figures,
+            is_final=self.is_final,
+        )
+
+    def age_s(self, now: datetime) -> float:
+        """Seconds since the message."""
+        return (now - datetime.fromisoformat(self.at)).total_seconds()
+
+    @property
+    def has_live_process(self) -> bool:
+        """True if the process that sent it runs; another machine's processes count as running."""
+        return self.host not in ("", socket.gethostname()) or is_alive(self.pid)
+
+
+class PhaseStatus(BaseModel):
+    """Where one phase stands; `counts` as in its manifests, summed over datasets."""
+
+    phase: Phase
+    state: PhaseState
+    counts: dict[str, int] = Field(default_factory=dict)
+    rejected_by_reason: dict[str, int] = Field(default_factory=dict)
+    started_at: str = ""
+    finished_at: str = ""
+    message: str = ""
+    progress: list[ProgressMessage] = Field(default_factory=list)
+
+
+class DatasetStatus(BaseModel):
+    """One dataset: prompts, responses, and the latest figures of its generation."""
+
+    dataset: str
+    prompts: dict[str, int] = Field(default_factory=dict)
+    responses: dict[str, int] = Field(default_factory=dict)
+    figures: dict[str, Any] = Field(default_factory=dict)
+
+
+class RunStatus(BaseModel):
+    """The whole answer of `eyas status --json`."""
+
+    run: str
+    name: str
+    state: Literal["new", "running", "stopped", "failed", "done"]
+    at: str
+    phases: list[PhaseStatus]
+    datasets: list[DatasetStatus]
+    disk: dict[str, int]
+    forecast: dict[str, Any] = Field(default_factory=dict)
+    decisions: list[dict[str, Any]] = Field(default_factory=list)
+    alarms: list[str] = Field(default_factory=list)
+    results: dict[str, Any] = Field(default_factory=dict)
+
+
+def read_status(root: Path, *, work: dict[str, dict[str, Any]] | None = None) -> RunStatus:
+    """Read the run folder `root`; raises `ArtifactError` if it is none (no `run.json`).
+
+    `work` says who works on which phase; unset takes it from the plan in the folder.
+    """
+    run = RunFolder(root)
+    about = read_json(run.run_json)
+    config = about["config"]
+    names = [dataset["name"] for dataset in config["prompts"]["datasets"]]
+    plan = _optional_json(run.plan_json)
+    messages = read_progress(run.progress)
+    now = datetime.now(UTC)
+    stall_s = float(config["operate"]["stall_s"])
+    work = work_of(plan) if work is None else work
+    phases = [_phase_status(run, phase, names, messages, work.get(phase, {}), now, stall_s) for phase in PHASES]
+    datasets = [_dataset_status(run, name, messages) for name in names]
+    disk = {"used_bytes": used_bytes(root), "free_bytes": shutil.disk_usage(root).free}
+    forecast = plan.get("forecast", {})
+    results = _optional_json(run.benchmark / "results.json") if phases[-1].state == "done" else {}
+    return RunStatus(
+        run=str(root),
+        name=config["name"],
+        state=_run_state(phases),
+        at=now.isoformat(timespec="seconds"),
+        phases=phases,
+        datasets=datasets,
+        disk=disk,
+        forecast=forecast,
+        decisions=plan.get("decisions", []),
+        alarms=_alarms(phases, datasets, disk, forecast),
+        results={key: results[key] for key in ("accept_length", "predicted_accept_length", "speedup", "outputs") if key in results},
+    )
+
+
+def work_of(plan: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Per phase, what only the plan knows: the process that works on it, or the message with which it failed."""
+    return {item["phase"]: item.get("work", {}) for item in plan.get("phases", [])}
+
+
+def read_progress(folder: Path, stage: str = "") -> list[ProgressMessage]:
+    """The last message of each piece of work, of `stage` only if given; unreadable files are passed over."""
+    messages = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            message = ProgressMessage.model_validate(read_json(path))
+        except (ArtifactError, ValidationError):  # being replaced, or not ours: progress is never data
+            continue
+        if stage in ("", message.stage):
+            messages.append(message)
+    return messages
+
+
+def read_history(folder: Path) -> list[ProgressMessage]:
+    """The thinned series of messages, oldest first; a torn line is passed over."""
+    try:
+        lines = (folder / HISTORY_NAME).read_bytes().split(b"\n")
+    except OSError:
+        return []
+    messages = []
+    for line in lines:
+        try:
+            messages.append(ProgressMessage.model_validate_json(line))
+        except ValidationError:
+            continue
+    return messages
+
+
+def used_bytes(root: Path) -> int:
+    """Bytes that the files of a folder take."""
+    total = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_size
+            except FileNotFoundError:  # renamed meanwhile
+                continue
+    return total
+
+
+def _phase_status(
+    run: RunFolder,
+    phase: Phase,
+    datasets: list[str],
+    messages: list[ProgressMessage],
+    work: dict[str, Any],
+    now: datetime,
+    stall_s: float,
+) -> PhaseStatus:
+    manifests: list[Manifest] = []
+    trouble = ""
+    folders = phase_folders(run, phase, datasets)
+    for folder in folders:
+        if not (folder / "manifest.json").is_file():
+            continue
+        try:
+            manifests.append(verify_manifest(folder, checks_digests=False))
+        except ArtifactError as error:
+            trouble = str(error)
+    pieces = [message for message in messages if phase_of_stage(message.stage) == phase]
+    is_done = bool(folders) and len(manifests) == len(folders) and all(manifest.is_complete for manifest in manifests)
+    live = [piece for piece in pieces if not piece.is_final and piece.has_live_process]
+    state: PhaseState
+    if live:
+        state = "running" if any(piece.age_s(now) < stall_s for piece in live) else "stalled"
+    elif trouble:
+        state = "damaged"
+    elif work.get("message") and not is_done:
+        state, trouble = "failed", work["message"]
+    elif is_done:
+        state = "done"
+    else:
+        state = "running" if _is_worked_on(work) else "stopped" if pieces or manifests else "waiting"
+    reasons: dict[str, int] = {}
+    for manifest in manifests:
+        for reason, count in manifest.rejected_by_reason.items():
+            reasons[reason] = reasons.get(reason, 0) + count
+    return PhaseStatus(
+        phase=phase,
+        state=state,
+        counts=_sum_counts([manifest.counts for manifest in manifests]) if is_done else _moving_counts(manifests, pieces),
+        rejected_by_reason=reasons,
+        started_at=min([manifest.started_at for manifest in manifests if manifest.started_at] or [work.get("started_at", "")]),
+        finished_at=max([manifest.finished_at for manifest in manifests], default="") if is_done else "",
+        message=trouble,
+        progress=pieces if state in ("running", "stalled", "stopped") else [],
+    )
+
+
+def _is_worked_on(work: dict[str, Any]) -> bool:
+    """True if a living process has begun this phase (which may not have reported yet)."""
+    if "pid" not in work:
+        return False
+    return work.get("host", "") not in ("", socket.gethostname()) or is_alive(int(work["pid"]))
+
+
+def _sum_counts(counts: list[Counts]) -> dict[str, int]:
+    if not counts:
+        return {}
+    return {
+        "in": sum(item.num_in for item in counts),
+        "done": sum(item.done for item in counts),
+        "rejected": sum(item.rejected for item in counts),
+        "pending": sum(item.pending for item in counts),
+    }
+
+
+def _moving_counts(manifests: list[Manifest], pieces: list[ProgressMessage]) -> dict[str, int]:
+    """Counts of a phase that is not finished: manifests of finished pieces, progress of the others."""
+    finished = {manifest.name for manifest in manifests if manifest.name}
+    moving = [piece for piece in pieces if not piece.name or piece.name not in finished]
+    total = _sum_counts([manifest.counts for manifest in manifests if manifest.name]) or dict.fromkeys(
+        ("in", "done", "rejected", "pending"), 0
+    )
+    for piece in moving:
+        rejected = piece.figures.get("rejected", 0)
+        num_rejected = int(rejected) if not isinstance(rejected, str) else 0
+        total["in"] += piece.total
+        total["rejected"] += num_rejected
+        total["done"] += max(0, piece.done - num_rejected)  # a phase reports how many it is through with
+        total["pending"] += max(0, piece.total - max(piece.done, num_rejected))
+    return total if manifests or pieces else {}
+
+
+def _dataset_status(run: RunFolder, name: str, messages: list[ProgressMessage]) -> DatasetStatus:
+    prompts, responses = _counts_of(run.prompts(name)), _counts_of(run.responses(name))
+    moving = next((item for item in messages if item.name == name and phase_of_stage(item.stage) == "generate"), None)
+    figures: dict[str, Any] = dict(_optional_json(run.responses(name) / "manifest.json").get("figures", {}))
+    if moving is not None:
+        figures |= moving.figures
+        if not responses or responses["pending"]:
+            responses = _moving_counts([], [moving])
+    return DatasetStatus(dataset=name, prompts=prompts, responses=responses, figures=figures)
+
+
+def _counts_of(folder: Path) -> dict[str, int]:
+    counts: dict[str, int] = _optional_json(folder / "manifest.json").get("counts", {})
+    return counts
+
+
+def _run_state(phases: list[PhaseStatus]) -> Literal["new", "running", "stopped", "failed", "done"]:
+    states = {phase.state for phase in phases}
+    if states & {"running", "stalled"}:
+        return "running"
+    if states == {"done"}:
+        return "done"
+    if states & {"failed", "damaged"}:
+        return "failed"
+    return "new" if states == {"waiting"} else "stopped"
+
+
+def _alarms(phases: list[PhaseStatus], datasets: list[DatasetStatus], disk: dict[str, int], forecast: dict[str, Any]) -> list[str]:
+    alarms = [f"{phase.phase} is stalled: no progress recorded lately" for phase in phases if phase.state == "stalled"]
+    alarms += [f"{phase.phase}: {phase.message}" for phase in phases if phase.state in ("failed", "damaged")]
+    for dataset in datasets:
+        gates = dataset.figures.get("gates")
+        if isinstance(gates, str) and gates not in ("", "ok"):
+            alarms.append(f"{dataset.dataset}: gates {gates}")
+    wanted = int(forecast.get("disk_bytes_to_write", 0))
+    if wanted > disk["free_bytes"]:
+        alarms.append(f"disk: {disk['free_bytes']:,} bytes free, {wanted:,} still to be written")
+    return alarms
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    try:
+        value = read_json(path)
+    except ArtifactError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,217 @@
+"""What each verb of the command line does; `cli` parses the words and handles errors and signals."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from eyas.config import RunConfig, apply_override, load_config, parse_config
+from eyas.errors import ConfigError
+from eyas.files import read_json
+from eyas.operate.phases import PHASES, Phase
+from eyas.workspace import RunFolder
+
+
+def run_verb(options: argparse.Namespace, api_key: str) -> int:
+    """The whole pipeline, as a Prefect flow in a child process or, with --no-prefect, here."""
+    if options.no_prefect or options.dry_run:
+        return _run_phases(options, api_key, PHASES)
+    from eyas.operate.children import child_process, wait_for
+    from eyas.operate.preflight import preflight
+
+    config = read_config(options)
+    preflight(options.run, config, api_key=_api_key(config, api_key))
+    source = options.config or _recorded_config(options.run)
+    command = [sys.executable, "-m", "flows.pipeline", "--config", str(source), "--run", str(options.run)]
+    command += [word for setting in options.set for word in ("--set", setting)] + (["--ui"] if options.ui else [])
+    with child_process(command, parent_death_signal=signal.SIGINT, grace_s=60.0) as process:
+        return wait_for(process, lambda: None)
+
+
+def prepare_verb(options: argparse.Namespace, api_key: str) -> int:
+    return _run_phases(options, api_key, ["prepare"])
+
+
+def generate_verb(options: argparse.Namespace, api_key: str) -> int:
+    return _run_phases(options, api_key, ["generate"])
+
+
+def merge_verb(options: argparse.Namespace, api_key: str) -> int:
+    return _run_phases(options, api_key, ["merge"])
+
+
+def extract_verb(options: argparse.Namespace, api_key: str) -> int:
+    return _run_phases(options, api_key, ["extract"])
+
+
+def train_verb(options: argparse.Namespace, api_key: str) -> int:
+    return _run_phases(options, api_key, ["train"])
+
+
+def bench_verb(options: argparse.Namespace, api_key: str) -> int:
+    return _run_phases(options, api_key, ["bench"])
+
+
+def export_verb(options: argparse.Namespace, api_key: str) -> int:
+    """The best checkpoint in the engines' format."""
+    from eyas.draft.export import export_draft
+    from eyas.operate.pipeline import open_run
+
+    config = read_config(options)
+    if options.dry_run:
+        return _dry_run(options.run, config)
+    run = open_run(options.run, config)
+    export_draft(run, config)
+    print(f"draft: {run.export}")
+    return 0
+
+
+def engine_verb(options: argparse.Namespace, api_key: str) -> int:
+    """The embedded engine, until Ctrl-C."""
+    from eyas.engine.process import EngineProcess
+    from eyas.operate.preflight import check_port
+    from eyas.target.spec import load_target
+
+    config = read_config(options)
+    engine = config.server.engine
+    if options.port is not None:
+        engine = engine.model_copy(update={"port": options.port})
+    check_port(engine.port)
+    spec = load_target(config.target)
+    log = RunFolder(options.run).logs / "engine.log"
+    with EngineProcess(spec.folder, config=engine, draft_dir=options.draft, api_key=_api_key(config, api_key), log=log) as server:
+        print(f"serving {spec.folder.name} at {server.url}   (log {log}; Ctrl-C ends it)", flush=True)
+        signal.pause()
+    return 0
+
+
+def plan_verb(options: argparse.Namespace, api_key: str) -> int:
+    """Bring plan.json and plan.md up to date and print the latter."""
+    from eyas.operate.pipeline import open_run
+    from eyas.operate.plan import PlanKeeper, render_plan
+
+    config = read_config(options)
+    print(render_plan(PlanKeeper(open_run(options.run, config), config).refresh()), end="")
+    return 0
+
+
+def status_verb(options: argparse.Namespace, api_key: str) -> int:
+    """Where the run stands."""
+    from eyas.operate.screen import render_status
+    from eyas.operate.status import read_status
+
+    status = read_status(options.run)
+    if options.json:
+        print(status.model_dump_json(indent=2))
+    else:
+        Console(highlight=False).print(render_status(status))
+    return 0
+
+
+def watch_verb(options: argparse.Namespace, api_key: str) -> int:
+    """The same, live."""
+    from eyas.operate.screen import watch
+
+    watch(options.run, every_s=options.every)
+    return 0
+
+
+def report_verb(options: argparse.Namespace, api_key: str) -> int:
+    """Write the report and say where it lies."""
+    from eyas.operate.report import write_report
+
+    markdown, html = write_report(RunFolder(options.run))
+    print(f"report: {markdown}\n        {html}")
+    if options.open and not webbrowser.open(html.resolve().as_uri()):
+        print("no browser on this machine; copy report.html to one, it needs nothing else")
+    return 0
+
+
+def read_config(options: argparse.Namespace) -> RunConfig:
+    """The config that the options name, or the one that the run recorded; named after the run folder unless it has a name."""
+    if options.config is not None:
+        config = load_config(options.config, options.set)
+    else:
+        source = _recorded_config(options.run)
+        raw = read_json(source)["config"]
+        for setting in options.set:
+            apply_override(raw, setting)
+        config = parse_config(raw, where=str(source))
+    if "name" not in config.model_fields_set:
+        config = config.model_copy(update={"name": options.run.resolve().name})
+    return config
+
+
+def _recorded_config(run: Path) -> Path:
+    source = RunFolder(run).run_json
+    if not source.is_file():
+        raise ConfigError(
+            f"{run} holds no run yet and no --config is given; name a config, for instance one of deployments/presets"
+        )
+    return source
+
+
+def _run_phases(options: argparse.Namespace, api_key: str, phases: Sequence[Phase]) -> int:
+    from eyas.operate.decision import ask_on_terminal
+    from eyas.operate.pipeline import open_run, run_pipeline
+    from eyas.operate.preflight import preflight
+    from eyas.operate.report import write_report
+    from eyas.operate.terminal import terminal
+
+    config = read_config(options)
+    key = _api_key(config, api_key)
+    if options.dry_run:
+        return _dry_run(options.run, config)
+    preflight(options.run, config, api_key=key)
+    run = open_run(options.run, config)
+    _log_to(run, verbose=options.verbose)
+    with terminal() as screen:
+        run_pipeline(run, config, phases=phases, report=screen.report, api_key=key, say=screen.say, ask=ask_on_terminal)
+    _, html = write_report(run)
+    print(f"done: {', '.join(phases)}; report: {html}")
+    return 0
+
+
+def _dry_run(root: Path, config: RunConfig) -> int:
+    from eyas.operate.plan import check_disk, free_bytes
+    from eyas.operate.preflight import check_files, check_sources, check_target, outlook_of
+    from eyas.operate.screen import render_outlook
+    from eyas.target.spec import load_target
+
+    check_files(config)
+    check_sources(config)
+    spec = load_target(config.target)
+    check_target(spec, config)
+    outlook, free = outlook_of(root, config, spec), free_bytes(root)
+    Console(highlight=False).print(render_outlook(outlook, free))
+    check_disk(outlook, config, free, str(root))
+    return 0
+
+
+def _api_key(config: RunConfig, from_environment: str) -> str:
+    """The servers' key: EYAS_API_KEY, otherwise the content of server.api_key_file, otherwise none."""
+    if from_environment or not config.server.api_key_file:
+        return from_environment
+    path = Path(config.server.api_key_file).expanduser()
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"server.api_key_file: {path} cannot be read ({error.strerror}); correct the path") from error
+
+
+def _log_to(run: RunFolder, *, verbose: bool) -> None:
+    run.logs.mkdir(parents=True, exist_ok=True)
+    to_file = logging.FileHandler(run.logs / "eyas.log", encoding="utf-8")
+    to_terminal = logging.StreamHandler()
+    to_terminal.setLevel(logging.INFO if verbose else logging.WARNING)
+    for handler in (to_file, to_terminal):
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[to_file, to_terminal])
+    logging.getLogger("httpx").setLevel(logging.WARNING)

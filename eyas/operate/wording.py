@@ -1,0 +1,29 @@
+"""Numbers, spans of time and sizes as a person says them: one spelling for terminal, plan and report."""
+
+from __future__ import annotations
+
+
+def number(value: float | int | str) -> str:
+    """A figure in at most four significant digits, with separators; text as it stands."""
+    if isinstance(value, float) and value != int(value):
+        return f"{value:,.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
+    return f"{value:,.0f}" if isinstance(value, (int, float)) else value
+
+
+def duration(seconds: float) -> str:
+    """A span of time: 40 s, 12 min, 3.5 h, 2.4 days."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86_400:.1f} days"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in powers of 1,000: 12 B, 3.4 MB, 1.2 TB."""
+    value, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB", "PB"]
+    while abs(value) >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.3g} {units[0]}"
