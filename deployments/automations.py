@@ -10,11 +10,10 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from prefect.automations import Automation
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import StateType
 from prefect.events.actions import CallWebhook, ChangeFlowRunState, SendNotification
-from prefect.events.schemas.automations import EventTrigger, Posture
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 
@@ -54,9 +53,9 @@ async def register_automations(client: PrefectClient, *, silence_s: float = 3 * 
             await client.delete_automation(existing[name].id)
 
 
-def zombie_automation(silence_s: float) -> Automation:
+def zombie_automation(silence_s: float) -> AutomationCore:
     """Ends a run that sent heartbeats and then, for `silence_s` seconds, neither one nor an end."""
-    return Automation(
+    return AutomationCore(
         name="Eyas: end zombie runs",
         description=f"A flow run that is silent for {silence_s:.0f} s is marked Crashed; run it again to continue.",
         trigger=EventTrigger(
@@ -73,7 +72,7 @@ def zombie_automation(silence_s: float) -> Automation:
     )
 
 
-async def _alert_automations(client: PrefectClient) -> list[Automation]:
+async def _alert_automations(client: PrefectClient) -> list[AutomationCore]:
     alerts: dict[str, Alert] = {}
     for document in await client.read_block_documents_by_type(Alert.get_block_type_slug()):
         alerts[str(document.name)] = Alert._from_block_document(document)
@@ -85,7 +84,7 @@ async def _alert_automations(client: PrefectClient) -> list[Automation]:
     ]
 
 
-async def _alert_automation(client: PrefectClient, name: str, alert: Alert, event: AlertEvent) -> Automation:
+async def _alert_automation(client: PrefectClient, name: str, alert: Alert, event: AlertEvent) -> AutomationCore:
     if event in _STATES:
         trigger = EventTrigger(
             match=_FLOW_RUNS, match_related=_TAGGED, expect=_STATES[event], posture=Posture.Reactive, threshold=1
@@ -97,7 +96,7 @@ async def _alert_automation(client: PrefectClient, name: str, alert: Alert, even
             posture=Posture.Reactive,
             threshold=1,
         )
-    return Automation(
+    return AutomationCore(
         name=f"Eyas: {event} → {name}",
         description=f"Sends {event!r} to {', '.join(alert.to)}; made from the Alert block {name!r}.",
         trigger=trigger,

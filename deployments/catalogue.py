@@ -51,19 +51,20 @@ def catalogue() -> Iterator[Entry]:
     """All deployments, presets first."""
     for path in sorted(PRESETS.glob("*.yaml")):
         yield preset(path)
-    for flow, queue in (
+    phases = (
         (prepare, LIGHT_QUEUE),
         (generate, HOST_QUEUE),
         (merge, LIGHT_QUEUE),
         (extract, HOST_QUEUE),
         (train, HOST_QUEUE),
-    ):
+        (benchmark, HOST_QUEUE),
+    )
+    for number, (flow, queue) in enumerate(phases, start=1):
         line = (flow.description or "").partition("\n")[0]
-        yield Entry(flow=flow, name="on-demand", description=line, queue=queue)
-    yield Entry(flow=benchmark, name="on-demand", description="Measure the draft of a run.", queue=HOST_QUEUE)
+        yield Entry(flow=flow, name=f"{number}-{flow.name}-only", description=line, queue=queue)
     yield Entry(
         flow=benchmark,
-        name="nightly",
+        name="benchmark-nightly",
         description="Measure a draft against a live server every night. Set run and server_block, then switch the schedule on.",
         queue=HOST_QUEUE,
         parameters={"run": "runs/production"},
@@ -71,7 +72,7 @@ def catalogue() -> Iterator[Entry]:
     )
     yield Entry(
         flow=watch,
-        name="every-five-minutes",
+        name="watch-every-5-minutes",
         description="Look at every run under the runs folder: stalls, gates, disk, servers.",
         queue=LIGHT_QUEUE,
         schedule=IntervalSchedule(interval=timedelta(minutes=5)),

@@ -22,7 +22,7 @@ BLOCKS = (SGLangServer, TargetHost, RunStorage, Alert)
 
 
 async def register(runs_home: Path) -> list[str]:
-    """Register everything; gives the deployments' full names. Relative run folders lie below `runs_home` (absolute) on the worker."""
+    """Register everything; gives the deployments' full names. On the worker, relative run folders lie below `runs_home`."""
     async with get_client() as client:
         for block in BLOCKS:
             await block.aregister_type_and_schema(client=client)

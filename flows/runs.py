@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from eyas.operate.report import write_report
 from prefect.artifacts import acreate_markdown_artifact
 
 from blocks import RunStorage
@@ -59,6 +58,8 @@ async def running(run: str, config: RunConfig, blocks: BlockNames = BlockNames()
             job.apply(settings)
         async with published(folder, lambda: _plan(folder), lambda progress: job.keeper.on_progress(progress)):
             yield job
+        from eyas.operate.report import write_report  # with its plots it costs a second
+
         markdown, html = await asyncio.to_thread(write_report, folder)
         text = markdown.read_text(encoding="utf-8")
         await acreate_markdown_artifact(text, key=artifact_key(root.name, "report"), description=f"Report of {root.name}")

@@ -1,0 +1,106 @@
+"""A headless Chromium spoken to over its own debugging protocol: navigate, ask, click, type, take pictures."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+from websockets.sync.client import ClientConnection, connect
+
+from eyas.operate.children import child_process
+
+FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--force-device-scale-factor=1",
+]  # fmt: skip
+
+
+class Page:
+    """One tab."""
+
+    def __init__(self, socket: ClientConnection) -> None:
+        self._socket = socket
+        self._number = 0
+
+    def send(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """One command of the protocol and its reply; events in between are passed over."""
+        self._number += 1
+        self._socket.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
+        while True:
+            reply = json.loads(self._socket.recv(timeout=30))
+            if reply.get("id") == self._number:
+                assert "error" not in reply, reply
+                return dict(reply["result"])
+
+    def ask(self, expression: str) -> Any:
+        """The value of a JavaScript expression; a promise is awaited."""
+        reply = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in reply, reply
+        return reply["result"].get("value")
+
+    def open(self, url: str) -> None:
+        self.send("Page.navigate", url=url)
+
+    def wait(self, expression: str, *, seconds: float = 30) -> Any:
+        """Poll until the expression is truthy; its value."""
+        deadline = time.monotonic() + seconds
+        while not (value := self.ask(expression)):
+            assert time.monotonic() < deadline, f"never true: {expression}; the page says: {self.text()[:1500]}"
+            time.sleep(0.2)
+        return value
+
+    def wait_text(self, text: str, *, seconds: float = 30) -> None:
+        """Poll until the page shows `text`."""
+        self.wait(f"document.body.innerText.includes({json.dumps(text)})", seconds=seconds)
+
+    def text(self) -> str:
+        return str(self.ask("document.body.innerText"))
+
+    def click_text(self, text: str, selector: str = "button, a, [role=tab], label, summary") -> None:
+        """Click the last shown element of `selector` whose text is `text`."""
+        self.wait(
+            f"""(() => {{ const hits = [...document.querySelectorAll({json.dumps(selector)})]
+            .filter(e => e.innerText.trim() === {json.dumps(text)} && e.offsetParent !== null);
+            if (!hits.length) return false; hits[hits.length - 1].click(); return true; }})()"""
+        )
+
+    def fill(self, selector: str, value: str) -> None:
+        """Replace the text of an input as typing does."""
+        self.wait(
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); if (!e) return false; e.focus(); e.select(); return true; }})()"
+        )
+        self.send("Input.insertText", text=value)
+
+    def picture(self, path: Path, *, height: int = 0) -> None:
+        """A PNG of the page; `height` pixels high if given."""
+        if height:
+            self.send("Emulation.setDeviceMetricsOverride", width=1400, height=height, deviceScaleFactor=1, mobile=False)
+            time.sleep(0.5)  # the page lays itself out again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))
+
+
+@contextlib.contextmanager
+def chromium(folder: Path) -> Iterator[Page]:
+    """A fresh Chromium with its profile in `folder`, ended with the block."""
+    binary = shutil.which("chromium") or shutil.which("google-chrome")
+    assert binary, "install chromium"
+    command = [binary, *FLAGS, "--window-size=1400,1000", "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank"]
+    with child_process(command, log=folder.parent / "chromium.log", grace_s=5):
+        port_file = folder / "DevToolsActivePort"
+        deadline = time.monotonic() + 30
+        while not port_file.is_file() or not port_file.read_text().strip():
+            assert time.monotonic() < deadline, "chromium did not start"
+            time.sleep(0.1)
+        port = port_file.read_text().split("\n")[0]
+        tabs = httpx.get(f"http://127.0.0.1:{port}/json").json()
+        address = next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page")
+        with connect(address, max_size=None) as socket:
+            yield Page(socket)
