@@ -1,0 +1,78 @@
+"""Child processes of tasks end with their task: the whole group, however the task ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from eyas.errors import ConfigError, EyasError, TooManyRejects
+from eyas.operate.children import is_alive
+from tasks.children import run_child
+
+
+def wait_until(condition: object, seconds: float = 15) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "never happened"
+        time.sleep(0.05)
+
+
+async def pids_in(path: Path, count: int) -> list[int]:
+    deadline = time.monotonic() + 15
+    while not path.is_file() or len(path.read_text().split()) < count:
+        assert time.monotonic() < deadline, "the child wrote no process ids"
+        await asyncio.sleep(0.05)
+    return [int(pid) for pid in path.read_text().split()]
+
+
+async def test_a_cancelled_task_leaves_no_process_of_the_tree(tmp_path: Path) -> None:
+    """https://github.com/PrefectHQ/prefect/issues/20979: a stand-in for a trainer with ranks of its own."""
+    pids = tmp_path / "pids"
+    script = f"sleep 600 & echo $! >> {pids}; echo $$ >> {pids}; wait"
+    work = asyncio.create_task(run_child(["/bin/sh", "-c", script], log=tmp_path / "log", grace_s=1))
+    tree = await pids_in(pids, 2)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    wait_until(lambda: not any(is_alive(pid) for pid in tree))
+
+
+async def test_a_child_that_ignores_its_end_is_killed(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    code = f"import os,signal,time;[signal.signal(n,signal.SIG_IGN) for n in (2,15)];open({str(pids)!r},'w').write(str(os.getpid()));time.sleep(600)"
+    work = asyncio.create_task(run_child([sys.executable, "-c", code], log=tmp_path / "log", grace_s=0.5))
+    (pid,) = await pids_in(pids, 1)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert not is_alive(pid)
+
+
+def test_a_killed_task_process_takes_its_child_with_it(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    child = f"import os,time;open({str(pids)!r},'w').write(str(os.getpid()));time.sleep(600)"
+    code = (
+        "import asyncio, sys; from pathlib import Path; from tasks.children import run_child; "
+        f"asyncio.run(run_child([sys.executable, '-c', {child!r}], log=Path({str(tmp_path / 'log')!r})))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        wait_until(lambda: pids.is_file() and pids.read_text(), seconds=60)
+    finally:
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait()
+    wait_until(lambda: not is_alive(int(pids.read_text())))
+
+
+@pytest.mark.parametrize(("code", "family"), [(1, EyasError), (2, ConfigError), (3, TooManyRejects)])
+async def test_an_exit_code_comes_back_as_its_family_with_the_last_line(tmp_path: Path, code: int, family: type[EyasError]) -> None:
+    with pytest.raises(family, match="the reason") as caught:
+        await run_child(["/bin/sh", "-c", f"echo first; echo the reason; exit {code}"], log=tmp_path / "log")
+    assert type(caught.value) is family
