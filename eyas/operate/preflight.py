@@ -70,7 +70,7 @@ def check_sources(config: RunConfig) -> None:
         kind, _, name = dataset.source.partition(":")
         if kind not in ("file", "hub", "package") or not name:
             raise ConfigError(
-                f"prompts.datasets.{dataset.name}.source is {dataset.source!r}, wanted file:PATH, hub:ID or package:NAME; correct it"
+                f"prompts.datasets.{dataset.name}.source is {dataset.source!r}; correct it to file:PATH, hub:ID or package:NAME"
             )
         if kind == "package":
             open_package_source(name, max_row_bytes=config.prompts.max_row_bytes)

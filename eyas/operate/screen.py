@@ -85,7 +85,9 @@ def render_outlook(outlook: Forecast, free_bytes: int) -> RenderableType:
 def _phases(status: RunStatus) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("phase", "state", "in", "done", "rejected", "pending", "progress"):
-        table.add_column(name, justify="right" if name in ("in", "done", "rejected", "pending") else "left")
+        table.add_column(
+            name, justify="right" if name in ("in", "done", "rejected", "pending") else "left", no_wrap=name != "progress"
+        )
     for phase in status.phases:
         counts = [f"{phase.counts[key]:,}" if phase.counts else "" for key in ("in", "done", "rejected", "pending")]
         table.add_row(TITLES[phase.phase], Text(phase.state, style=COLOURS[phase.state]), *counts, _progress(phase))
@@ -110,21 +112,22 @@ def _progress(phase: PhaseStatus) -> str:
 
 
 def _datasets(datasets: list[DatasetStatus]) -> Table:
+    """Prompts and responses of each dataset, lengths in tokens; a column that nobody has a value for is left out."""
+    columns: dict[str, list[str]] = {"dataset": [dataset.dataset for dataset in datasets]}
+    columns["prompts"] = [_count(dataset.prompts, "done") for dataset in datasets]
+    for key in ("done", "rejected", "pending"):
+        columns[key] = [_count(dataset.responses, key) for dataset in datasets]
+    columns["in flight"] = [_figure(dataset.figures, "in_flight") for dataset in datasets]
+    for key in ("median", "mean", "p90", "p99"):
+        columns[key] = [_figure(dataset.figures, f"tokens_{key}") for dataset in datasets]
+    columns["cut"] = [_share(dataset.figures, "share_cut_by_length") for dataset in datasets]
+    columns["reasoning"] = [_share(dataset.figures, "share_with_reasoning") for dataset in datasets]
+    shown = {name: values for name, values in columns.items() if any(values)}
     table = Table(box=None, pad_edge=False, header_style="bold")
-    columns = ("dataset", "prompts", "done", "rejected", "pending", "in flight", "median", "mean", "p90", "p99", "cut", "reasoning")
-    for name in columns:
-        table.add_column(name, justify="left" if name == "dataset" else "right")
-    for dataset in datasets:
-        figures = dataset.figures
-        table.add_row(
-            dataset.dataset,
-            _count(dataset.prompts, "done"),
-            *(_count(dataset.responses, key) for key in ("done", "rejected", "pending")),
-            _figure(figures, "in_flight"),
-            *(_figure(figures, f"tokens_{key}") for key in ("median", "mean", "p90", "p99")),
-            _share(figures, "share_cut_by_length"),
-            _share(figures, "share_with_reasoning"),
-        )
+    for name in shown:
+        table.add_column(name, justify="left" if name == "dataset" else "right", no_wrap=True)
+    for row in zip(*shown.values(), strict=True):
+        table.add_row(*row)
     return table
 
 

@@ -210,8 +210,8 @@ def _phase_status(
         state = "running" if any(piece.age_s(now) < stall_s for piece in live) else "stalled"
     elif trouble:
         state = "damaged"
-    elif work.get("message") and not is_done:
-        state, trouble = "failed", work["message"]
+    elif work.get("message") and not (is_done and work["finished_at"] < max(manifest.finished_at for manifest in manifests)):
+        state, trouble = "failed", work["message"]  # also one that is complete, with too many rejects
     elif is_done:
         state = "done"
     else:

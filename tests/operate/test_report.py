@@ -1,0 +1,95 @@
+"""The report stands on the run folder alone, needs no network, and says the files' own numbers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from eyas.errors import ConfigError
+from eyas.files import read_json, write_json
+from eyas.operate.report import write_report
+from eyas.progress import Progress, recorder
+from eyas.workspace import RunFolder
+
+
+def html_of(run: RunFolder) -> str:
+    return write_report(run)[1].read_text()
+
+
+def test_finished_run_shows_the_numbers_of_its_files(finished_run: RunFolder) -> None:
+    markdown, html = (path.read_text() for path in write_report(finished_run))
+    results = read_json(finished_run.benchmark / "results.json")
+    accept = results["accept_length"]
+    for text in (markdown, html):
+        assert f"{accept['overall']:.3f}" in text
+        assert f"{accept['interval_95'][0]:.3f}–{accept['interval_95'][1]:.3f}" in text
+        assert f"{results['speedup']:.2f}×" in text
+        assert f"{results['baselines']['bigram']:.3f}" in text
+        assert "CC0-1.0" in text
+        assert "duplicate" in text
+        assert str(finished_run.export) in text
+
+
+def test_every_table_names_its_files(finished_run: RunFolder) -> None:
+    html = html_of(finished_run)
+    for name in ("benchmark/results.json", "draft/metrics.jsonl", "prompts/*/manifest.json", "merged/manifest.json"):
+        assert name in html
+    assert html.count("<h2>") <= html.count('class="source"') + 1  # the table of phases names its files row by row
+
+
+def test_html_needs_no_network(finished_run: RunFolder) -> None:
+    html = html_of(finished_run).replace("http://www.w3.org", "")
+    assert "http://" not in html
+    assert "https://" not in html
+    assert not re.search(r"<(script|link|img|iframe)\b", html)
+    assert "@import" not in html
+
+
+def test_plots_take_their_colours_from_the_page(finished_run: RunFolder) -> None:
+    html = html_of(finished_run)
+    svg = "".join(re.findall(r"<svg.*?</svg>", html, re.DOTALL))
+    assert html.count("<svg") == 3  # lengths, training, accept length
+    assert not re.search(r"#[0-9a-f]{6}\b", svg)
+    used = set(re.findall(r"var\((--\w+)\)", svg))
+    light, dark = (set(re.findall(r"(--\w+):", part)) for part in html.split("prefers-color-scheme: dark", 1))
+    assert used <= light
+    assert used - {"--font"} <= dark
+
+
+def test_half_finished_run_leaves_out_what_has_not_happened(half_run: RunFolder) -> None:
+    markdown, html = (path.read_text() for path in write_report(half_run))
+    assert "stopped" in html
+    assert html.count("<svg") == 1
+    assert "Accept length" not in html
+    assert "waiting" in markdown
+
+
+def test_run_that_has_done_nothing_has_a_report(run: RunFolder) -> None:
+    assert "waiting" in html_of(run)
+
+
+def test_generation_over_time_comes_from_the_history(half_run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = recorder(half_run.progress, every_s=0.0)
+    for tokens in range(0, 500, 100):
+        report(Progress(stage="generate", name="B1_calls", done=tokens // 100, total=5, unit="records", figures={"tokens": tokens}))
+    history = half_run.progress / "history.jsonl"
+    lines = history.read_text().splitlines()
+    moved = [
+        re.sub(r'"at": "[^"]*"', f'"at": "2026-12-02T08:00:{10 * number:02d}+00:00"', line) for number, line in enumerate(lines)
+    ]
+    history.write_text("\n".join(moved) + "\ntorn")
+    assert 'aria-label="throughput"' in html_of(half_run)
+
+
+def test_names_from_data_are_escaped(finished_run: RunFolder) -> None:
+    results = read_json(finished_run.benchmark / "results.json")
+    results["per_set"]["<script>alert(1)</script>"] = results["per_set"].pop("heldout")
+    write_json(finished_run.benchmark / "results.json", results)
+    assert "<script>" not in html_of(finished_run)
+
+
+def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        write_report(RunFolder(tmp_path))
