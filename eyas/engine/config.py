@@ -16,6 +16,12 @@ class EngineConfig(Settings):
         default="auto", description="Precision of weights and cache; auto measures both at start and takes the faster."
     )
     max_running_requests: int = Field(default=64, ge=1, le=512, description="Requests decoded together.")
+    max_queued_requests: int = Field(
+        default=0, ge=0, description="Requests that may wait; one more is answered 503. 0 lets any number wait, as SGLang does."
+    )
     max_total_tokens: int = Field(default=0, ge=0, description="Tokens the KV cache holds; 0 derives it from memory.")
+    prefill_chunk_tokens: int = Field(
+        default=512, ge=64, multiple_of=64, description="Prompt tokens computed beside one decoding step."
+    )
     threads: int = Field(default=0, ge=0, description="Torch threads; 0 takes every core.")
     port: int = Field(default=0, ge=0, le=65535, description="Port on loopback; 0 takes a free one.")

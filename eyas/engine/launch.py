@@ -1,0 +1,149 @@
+"""From arguments to a serving process: model, pool, engine thread and HTTP server put together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+import uvicorn
+
+from eyas.engine.config import EngineConfig
+from eyas.engine.model import TargetModel, check_supported, choose_dtype
+from eyas.engine.pages import PAGE, PagePool
+from eyas.engine.runner import TargetRunner
+from eyas.engine.scheduler import Runner, Scheduler
+from eyas.engine.scripted import ScriptedRunner
+from eyas.engine.server import create_app
+from eyas.engine.service import Service
+from eyas.errors import ConfigError
+from eyas.target.config import TargetConfig
+from eyas.target.spec import TargetSpec, load_target
+from eyas.target.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
+_CACHE_SHARE_OF_MEMORY = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What one server process is started with."""
+
+    target: TargetConfig
+    config: EngineConfig
+    draft_dir: Path | None = None
+    num_draft_tokens: int = 3
+    served_model: str = ""
+    api_key: str = ""
+    is_scripted: bool = False
+
+
+def build_service(launch: Launch) -> Service:
+    """Load everything and start the engine's thread; raises `ConfigError` for what cannot be served."""
+    spec = load_target(launch.target)
+    tokenizer = load_tokenizer(spec)
+    config = launch.config
+    end_ids = set(spec.eos_token_ids)
+    args: dict[str, object] = {"engine": "eyas", "scripted_reasoning": launch.is_scripted, "speculative_algorithm": None}
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    runner: Runner
+    if launch.is_scripted:
+        runner = ScriptedRunner(lambda text: tokenizer.encode(text, add_special_tokens=False), decode, spec.eos_token_ids[0])
+    else:
+        check_supported(spec)
+        dtype = choose_dtype(config.dtype)
+        model = TargetModel(spec, dtype)
+        pool = _pool(spec, config, dtype, num_layers=spec.num_layers)
+        args["dtype"] = str(dtype).removeprefix("torch.")
+        runner = TargetRunner(model, pool, end_ids)
+    scheduler = Scheduler(
+        runner,
+        end_ids=end_ids,
+        decode=decode,
+        max_running=config.max_running_requests,
+        max_queued=config.max_queued_requests,
+        chunk_tokens=config.prefill_chunk_tokens,
+        on_death=lambda error: os._exit(1),  # as a real server: the port closes, clients see a reset
+        prepare=lambda: torch.set_num_threads(config.threads or os.cpu_count() or 1),
+    )
+    scheduler.start()
+    return Service(
+        spec=spec,
+        tokenizer=tokenizer,
+        scheduler=scheduler,
+        config=config,
+        served_model=launch.served_model or str(spec.folder),
+        server_args=args,
+        api_key=launch.api_key,
+    )
+
+
+def _pool(spec: TargetSpec, config: EngineConfig, dtype: torch.dtype, *, num_layers: int) -> PagePool:
+    bytes_per_token = num_layers * 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    affordable = int(psutil.virtual_memory().available * _CACHE_SHARE_OF_MEMORY) // bytes_per_token
+    tokens = config.max_total_tokens or min(config.max_running_requests * spec.context_length, affordable)
+    num_pages = max(tokens, spec.context_length) // PAGE + 2  # one request of full length always fits
+    return PagePool(num_layers=num_layers, num_pages=num_pages, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype)
+
+
+def listen_on(host: str, port: int) -> socket.socket:
+    """A bound socket; raises `ConfigError` if the port is in use or not permitted."""
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({error.strerror}); stop what uses it or choose another --port"
+        ) from error
+    return bound
+
+
+def serve(service: Service, bound: socket.socket, *, parent_pid: int = 0) -> None:
+    """Serve until SIGTERM, SIGINT or the end of `parent_pid`; requests under way are given two seconds."""
+    config = uvicorn.Config(
+        create_app(service), log_level="warning", access_log=False, timeout_graceful_shutdown=2, timeout_keep_alive=5
+    )
+    server = _Server(config)
+    if parent_pid:
+        threading.Thread(target=_follow_parent, args=(parent_pid,), daemon=True).start()
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, lambda: setattr(server, "should_exit", True))
+        host, port = bound.getsockname()[:2]
+        logger.info("serving url=http://%s:%d pid=%d model=%s", host, port, os.getpid(), service.served_model)
+        await server.serve(sockets=[bound])
+
+    asyncio.run(run())
+    service.scheduler.stop()
+    service.scheduler.join(timeout=5)
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to `serve`, which ends with exit code 0."""
+        yield
+
+
+def _follow_parent(parent_pid: int) -> None:
+    """End this process when its parent has died. (The kernel's parent-death signal follows the parent's *thread*.)"""
+    while os.getppid() == parent_pid:
+        time.sleep(0.5)
+    os._exit(0)

@@ -1,0 +1,242 @@
+"""The target's forward pass, written out: dense Llama-family models from their safetensors, nothing of transformers' modules.
+
+One pass takes the rows of everything that runs, decoding rows first and then pieces of prompts, as one flat batch of
+tokens. It returns the *final state* (the input of lm_head, after the final norm) and, if asked, the three auxiliary
+states (outputs of blocks 1, n//2 - 1, n - 4) that a draft reads.
+Supported: RMSNorm, rotary positions with any of transformers' scalings, grouped queries, optional biases of q, k, v
+and norms of q, k, tied or untied head. Anything else is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from eyas.engine.attention import DecodePlan, PromptSpan, attend_pages, attend_prompt
+from eyas.engine.linear import Linear
+from eyas.errors import ConfigError
+from eyas.files import read_json
+from eyas.target.spec import TargetSpec
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The rows of one forward pass: `num_decoding` rows under `plan`, then the pieces of prompts in `spans`."""
+
+    token_ids: Tensor  # [N] int64
+    positions: Tensor  # [N] int64
+    pages: Tensor  # [N] int64, page into which a row's key and value go
+    offsets: Tensor  # [N] int64, place inside that page
+    num_decoding: int = 0
+    plan: DecodePlan | None = None
+    spans: list[PromptSpan] = field(default_factory=list)
+
+
+class Rotary:
+    """Tables of cosines and signed sines for the positions of one model; queries are scaled by 1/sqrt(D) on the way."""
+
+    def __init__(self, config: PretrainedConfig, head_dim: int, num_positions: int, dtype: torch.dtype) -> None:
+        frequencies, factor = _rope_frequencies(config, head_dim)
+        angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies.float()
+        self.cos = (torch.cat([angles.cos()] * 2, -1) * factor).to(dtype)  # [positions, D]
+        sin = angles.sin() * factor
+        self.sin = torch.cat([-sin, sin], -1).to(dtype)
+
+    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, signed sin), each [N, 1, D], for `positions` [N]."""
+        return self.cos[positions][:, None], self.sin[positions][:, None]
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding of `x` [N, heads, D]; the sine's sign stands in its table."""
+    cos, sin = rotary
+    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, -1), sin)
+
+
+class Attention:
+    """Self-attention of one layer: fused q, k, v product, rotary positions, cache write, output product with residual."""
+
+    def __init__(self, tensors: Weights, prefix: str, *, num_heads: int, num_kv: int, head_dim: int, eps: float) -> None:
+        self.num_heads, self.num_kv, self.head_dim, self.eps = num_heads, num_kv, head_dim, eps
+        names = [f"{prefix}{name}_proj" for name in "qkv"]
+        biases = [tensors.optional(f"{name}.bias") for name in names]
+        bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
+        self.qkv = Linear(torch.cat([tensors.take(f"{name}.weight") for name in names]), bias)
+        self.out = Linear(tensors.take(f"{prefix}o_proj.weight"), tensors.optional(f"{prefix}o_proj.bias"))
+        self.q_norm = tensors.optional(f"{prefix}q_norm.weight")
+        self.k_norm = tensors.optional(f"{prefix}k_norm.weight")
+        self.scale = 1.0 / math.sqrt(head_dim)
+
+    def __call__(self, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, step: Step) -> Tensor:
+        """`x` [N, in], `residual` [N, H], `cache` [2, pages, kv, 64, D] → residual + attention, [N, H]."""
+        num_rows = x.shape[0]
+        qkv = self.qkv(x).view(num_rows, -1, self.head_dim)
+        heads, kv = self.num_heads, self.num_kv
+        if self.q_norm is None or self.k_norm is None:
+            turned = rotate(qkv[:, : heads + kv], rotary)
+            q, k = turned[:, :heads], turned[:, heads:]
+        else:
+            q = rotate(functional.rms_norm(qkv[:, :heads], (self.head_dim,), self.q_norm, self.eps), rotary)
+            k = rotate(functional.rms_norm(qkv[:, heads : heads + kv], (self.head_dim,), self.k_norm, self.eps), rotary)
+        q = q * self.scale
+        v = qkv[:, heads + kv :]
+        cache[:, step.pages, :, step.offsets] = torch.stack((k, v), 1)
+        parts = []
+        if step.plan is not None:
+            parts.append(attend_pages(q[: step.num_decoding], cache, step.plan))
+        for span in step.spans:
+            rows = slice(span.start, span.stop)
+            parts.append(attend_prompt(q[rows], k[rows], v[rows], cache, span))
+        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.out.plus(mixed, residual)
+
+
+class Mlp:
+    """down(silu(gate(x)) · up(x)) + residual, the elementwise parts riding on the matrix products."""
+
+    def __init__(self, tensors: Weights, prefix: str) -> None:
+        self.gate, self.up, self.down = (Linear(tensors.take(f"{prefix}{name}_proj.weight")) for name in ("gate", "up", "down"))
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """`x`, `residual` [N, H] → [N, H]."""
+        return self.down.plus(self.up.times(x, self.gate.silu(x)), residual)
+
+
+class TargetModel:
+    """A dense decoder-only model in `dtype`, on the CPU."""
+
+    def __init__(self, spec: TargetSpec, dtype: torch.dtype) -> None:
+        config = check_supported(spec)
+        self.spec, self.dtype, self.eps = spec, dtype, spec.rms_norm_eps
+        tensors = Weights(spec.folder, dtype)
+        self.embed_tokens = tensors.take("model.embed_tokens.weight")  # [V, H]
+        self.layers = []
+        for index in range(spec.num_layers):
+            prefix = f"model.layers.{index}."
+            attention = Attention(
+                tensors,
+                f"{prefix}self_attn.",
+                num_heads=spec.num_heads,
+                num_kv=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                eps=self.eps,
+            )
+            norms = tensors.take(f"{prefix}input_layernorm.weight"), tensors.take(f"{prefix}post_attention_layernorm.weight")
+            self.layers.append((norms[0], attention, norms[1], Mlp(tensors, f"{prefix}mlp.")))
+        self.norm = tensors.take("model.norm.weight")
+        self.lm_head = Linear(self.embed_tokens if spec.tie_word_embeddings else tensors.take("lm_head.weight"))
+        tensors.check_all_taken(ignored={"lm_head.weight"} if spec.tie_word_embeddings else set())
+        self.rotary = Rotary(config, spec.head_dim, spec.context_length, dtype)
+
+    def forward(self, step: Step, caches: list[Tensor], *, wants_aux: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Run `step` over `caches` (one per layer) → final state [N, H], auxiliary states [N, 3H] or None."""
+        hidden = functional.embedding(step.token_ids, self.embed_tokens)
+        rotary = self.rotary.rows(step.positions)
+        shape = (self.spec.hidden_size,)
+        aux = []
+        for index, (input_norm, attention, output_norm, mlp) in enumerate(self.layers):
+            hidden = attention(functional.rms_norm(hidden, shape, input_norm, self.eps), hidden, rotary, caches[index], step)
+            hidden = mlp(functional.rms_norm(hidden, shape, output_norm, self.eps), hidden)
+            if wants_aux and index in self.spec.aux_blocks:
+                aux.append(hidden)
+        final = functional.rms_norm(hidden, shape, self.norm, self.eps)
+        return final, torch.cat(aux, -1) if aux else None
+
+
+class Weights:
+    """The tensors of a model folder by name, each taken once and cast to `dtype`."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self._folder, self._dtype = folder, dtype
+        index = folder / "model.safetensors.index.json"
+        files = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+        try:
+            self._open = [safe_open(folder / name, framework="pt") for name in files]
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"weights of target {folder} cannot be opened ({error}); fetch its safetensors again") from error
+        self._file_of = {name: file for file in self._open for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
+
+    def take(self, name: str) -> Tensor:
+        """The tensor `name`; raises `ConfigError` if the folder lacks it."""
+        tensor = self.optional(name)
+        if tensor is None:
+            raise ConfigError(
+                f"target {self._folder} has no tensor {name!r}; its architecture is not one of {', '.join(ARCHITECTURES)}"
+            )
+        return tensor
+
+    def optional(self, name: str) -> Tensor | None:
+        """The tensor `name`, or None."""
+        file = self._file_of.pop(name, None)
+        if file is None:
+            return None
+        tensor: Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
+        return tensor.to(self._dtype)
+
+    def check_all_taken(self, ignored: set[str]) -> None:
+        """Raise `ConfigError` if a tensor was left over: the model has a part that this forward pass does not know."""
+        left = sorted(name for name in self._file_of if name not in ignored and not name.endswith("rotary_emb.inv_freq"))
+        if left:
+            raise ConfigError(
+                f"target {self._folder} has tensors the embedded engine does not know, such as {left[0]!r}; serve it with SGLang"
+            )
+
+
+def check_supported(spec: TargetSpec) -> PretrainedConfig:
+    """The target's transformers config; raises `ConfigError`, one line, for an architecture that is not written out here."""
+    if spec.architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"target {spec.folder} is a {spec.architecture or spec.model_type!r}, the embedded engine runs "
+            f"{', '.join(ARCHITECTURES)}; serve it with SGLang and give server.kind sglang with its URL"
+        )
+    config: PretrainedConfig = AutoConfig.from_pretrained(spec.folder, local_files_only=True)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window and window < spec.context_length:
+        raise ConfigError(
+            f"target {spec.folder} attends through a sliding window of {window} tokens; set target.context_length to at most that"
+        )
+    if config.hidden_act != "silu":
+        raise ConfigError(f"target {spec.folder} uses the activation {config.hidden_act!r}, the embedded engine knows silu only")
+    return config
+
+
+def _rope_frequencies(config: PretrainedConfig, head_dim: int) -> tuple[Tensor, float]:
+    parameters = config.rope_parameters
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+    if kind not in ROPE_INIT_FUNCTIONS or kind in ("dynamic", "longrope"):
+        raise ConfigError(f"rotary scaling {kind!r} depends on the request's length, which the embedded engine does not do")
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    return frequencies, float(factor)
+
+
+def choose_dtype(name: str) -> torch.dtype:
+    """`auto` measures one product of 32 rows in both precisions and takes the faster; a CPU without bf16 gets float32."""
+    if name != "auto":
+        return torch.bfloat16 if name == "bfloat16" else torch.float32
+    seconds = {dtype: min(_seconds_of_product(dtype)) for dtype in (torch.bfloat16, torch.float32)}
+    return min(seconds, key=lambda dtype: seconds[dtype])
+
+
+def _seconds_of_product(dtype: torch.dtype) -> Iterator[float]:
+    import time
+
+    product: Callable[[Tensor], Tensor] = Linear(torch.ones(2048, 512, dtype=dtype))
+    x = torch.ones(32, 512, dtype=dtype)
+    for _ in range(8):
+        started = time.perf_counter()
+        product(x)
+        yield time.perf_counter() - started

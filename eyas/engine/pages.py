@@ -1,0 +1,104 @@
+"""The KV cache: fixed pages of 64 tokens in one pool, handed out lowest number first.
+
+Every layer keeps its keys and values as [2, pages, kv heads, 64, head dim], so that attention over all
+pages of a batch is one batched matrix product over a plain slice of the pool: no gathering copies and at
+most 63 positions wasted per request. Pages that hold a full, aligned piece of a *prompt* are remembered by
+the digest of all tokens up to their end; another prompt with the same head copies them (0.1 ms a page,
+against 30 ms to compute it) for as long as nothing has overwritten them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from array import array
+
+import torch
+
+PAGE = 64
+
+
+class PagePool:
+    """`num_layers` caches over `num_pages` shared pages; page tables belong to the requests."""
+
+    def __init__(self, *, num_layers: int, num_pages: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self.num_pages = num_pages
+        # zeros are committed by the kernel page by page, on first use
+        self.layers = [torch.zeros(2, num_pages, num_kv_heads, PAGE, head_dim, dtype=dtype) for _ in range(num_layers)]
+        self._free = list(range(num_pages))  # a heap: low numbers first keep the used part of the pool short
+        self._page_of_prefix: dict[bytes, int] = {}
+        self._prefix_of_page: dict[int, bytes] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Pages that no request holds."""
+        return len(self._free)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token over all layers."""
+        return sum(layer[:, 0].numel() * layer.element_size() for layer in self.layers) // PAGE
+
+    def take(self, count: int) -> list[int]:
+        """`count` pages, whose remembered contents are forgotten; the caller has checked `num_free`."""
+        pages = [heapq.heappop(self._free) for _ in range(count)]
+        for page in pages:
+            self._forget(page)
+        return pages
+
+    def give_back(self, pages: list[int]) -> None:
+        """Return pages; what they hold can still be copied until they are taken again."""
+        for page in pages:
+            heapq.heappush(self._free, page)
+
+    def copy_prefix(self, keys: list[bytes], taken: list[int], sources: list[int]) -> None:
+        """Copy the contents of `sources` into the first pages of `taken` and remember them under `keys`."""
+        if not sources:
+            return
+        source, target = torch.tensor(sources), torch.tensor(taken[: len(sources)])
+        for layer in self.layers:
+            layer[:, target] = layer[:, source]
+        self.remember(keys[: len(sources)], taken)
+
+    def find_prefix(self, keys: list[bytes]) -> list[int]:
+        """Pages that hold the longest known head of a prompt whose page keys are `keys`."""
+        found = []
+        for key in keys:
+            page = self._page_of_prefix.get(key)
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def remember(self, keys: list[bytes], pages: list[int]) -> None:
+        """Note that `pages` now hold the prompt pieces `keys`, in order."""
+        for key, page in zip(keys, pages, strict=False):
+            if key not in self._page_of_prefix:
+                self._page_of_prefix[key] = page
+                self._prefix_of_page[page] = key
+
+    def forget_all(self) -> None:
+        """Drop every remembered prefix."""
+        self._page_of_prefix.clear()
+        self._prefix_of_page.clear()
+
+    def _forget(self, page: int) -> None:
+        key = self._prefix_of_page.pop(page, None)
+        if key is not None:
+            del self._page_of_prefix[key]
+
+
+def page_keys(token_ids: list[int], *, lookahead: int = 0, namespace: str = "") -> list[bytes]:
+    """One key per full page of a prompt whose last token is left out, since it is always computed again.
+
+    A key digests `namespace` and all tokens up to the page's end, `lookahead` further ones included (a draft's
+    cache at position t depends on token t + 1).
+    """
+    digest = hashlib.blake2b(namespace.encode(), digest_size=16)
+    keys = []
+    for end in range(PAGE, len(token_ids), PAGE):
+        digest.update(array("q", token_ids[end - PAGE : end]).tobytes())
+        tail = digest.copy()
+        tail.update(array("q", token_ids[end : end + lookahead]).tobytes())
+        keys.append(tail.digest())
+    return keys

@@ -1,0 +1,175 @@
+"""What a step computes: the batch of rows, the forward pass, and the next token of every request.
+
+Greedy rows without rules take an argmax over the head's own output; all others are drawn from fp32 probabilities
+with the uniform number of (seed, position). Log-probabilities are fp32, of the target's own distribution before
+temperature and rules, as SGLang gives them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eyas.engine.attention import DecodePlan, PromptSpan
+from eyas.engine.model import Step, TargetModel
+from eyas.engine.pages import PAGE, PagePool, page_keys
+from eyas.engine.request import Logprobs, Request
+from eyas.engine.sampling import apply_rules, draw, filtered_probs, uniform
+
+
+class TargetRunner:
+    """Runs a `TargetModel` over a `PagePool`, one token per request and step."""
+
+    tokens_per_step = 1
+
+    def __init__(self, model: TargetModel, pool: PagePool, end_ids: set[int]) -> None:
+        self.model, self.pool, self.end_ids = model, pool, end_ids
+        self.num_pages = pool.num_pages
+        self._groups = model.spec.num_heads // model.spec.num_kv_heads
+
+    def page_keys(self, request: Request) -> list[bytes]:
+        """Keys of the prompt's full pages; a request that wants the prompt's log-probabilities shares none."""
+        if request.logprob_options is not None and request.logprob_options.start >= 0:
+            return []
+        return page_keys(request.prompt_ids, lookahead=self.tokens_per_step > 1, namespace=request.namespace)
+
+    def reuse_prefix(self, request: Request, count: int) -> None:
+        """Take `count` pages and copy the longest known head of the prompt into them."""
+        sources = self.pool.find_prefix(request.page_keys)
+        request.pages = self.pool.take(count)
+        self.pool.copy_prefix(request.page_keys, request.pages, sources)
+        request.num_cached = request.num_computed = len(sources) * PAGE
+
+    def take_pages(self, count: int) -> list[int] | None:
+        """`count` free pages, or None if there are fewer."""
+        return self.pool.take(count) if count <= self.pool.num_free else None
+
+    def give_back(self, pages: list[int]) -> None:
+        """Return pages to the pool."""
+        self.pool.give_back(pages)
+
+    def num_free_pages(self) -> int:
+        """Pages that no request holds."""
+        return self.pool.num_free
+
+    def forget_prefixes(self) -> None:
+        """Share no page of a past prompt any more."""
+        self.pool.forget_all()
+
+    @torch.inference_mode()
+    def step(self, decoding: list[Request], pieces: list[tuple[Request, int]]) -> list[tuple[Request, list[int]]]:
+        """One token of each of `decoding`, and `pieces` of prompts; returns the new tokens of those that got one."""
+        batch = self.build_batch([[request.output_ids[-1]] for request in decoding], decoding, pieces)
+        final, _ = self.model.forward(batch, self.pool.layers)
+        finished = self.end_pieces(pieces, batch, final)
+        rows = torch.cat([torch.arange(len(decoding)), torch.tensor([row for _, row in finished], dtype=torch.long)])
+        owners = [*decoding, *(request for request, _ in finished)]
+        if not owners:
+            return []
+        tokens = self.next_tokens(self.model.lm_head(final[rows]), owners)
+        return [(request, [token]) for request, token in zip(owners, tokens, strict=True)]
+
+    def build_batch(self, inputs: list[list[int]], decoding: list[Request], pieces: list[tuple[Request, int]]) -> Step:
+        """The rows of a step: `inputs` (Q tokens of each decoding request, from its last one on), then the pieces."""
+        num_queries = len(inputs[0]) if inputs else 0
+        starts = np.array([request.num_tokens - 1 for request in decoding], dtype=np.int64)
+        positions = starts[:, None] + np.arange(num_queries)  # [B, Q]
+        plan = DecodePlan([request.pages for request in decoding], positions, queries_per_kv=self._groups) if decoding else None
+        tokens = [token for row in inputs for token in row]
+        where = [positions.reshape(-1)]
+        tables = [
+            np.array([request.pages[p // PAGE] for request, row in zip(decoding, positions.tolist(), strict=True) for p in row])
+        ]
+        spans = []
+        for request, count in pieces:
+            first, last = request.num_computed, request.num_computed + count
+            spans.append(
+                PromptSpan(
+                    start=len(tokens),
+                    stop=len(tokens) + count,
+                    num_cached=first,
+                    pages=torch.tensor(request.pages[: (last - 1) // PAGE + 1]),
+                )
+            )
+            tokens.extend(request.prompt_ids[first:last])
+            where.append(np.arange(first, last))
+            tables.append(np.array(request.pages)[where[-1] // PAGE])
+        position = torch.from_numpy(np.concatenate(where))
+        return Step(
+            token_ids=torch.tensor(tokens),
+            positions=position,
+            pages=torch.from_numpy(np.concatenate(tables).astype(np.int64)),
+            offsets=position % PAGE,
+            num_decoding=len(decoding) * num_queries,
+            plan=plan,
+            spans=spans,
+        )
+
+    def end_pieces(self, pieces: list[tuple[Request, int]], batch: Step, final: Tensor) -> list[tuple[Request, int]]:
+        """Book the computed pieces; returns (request, row of its last prompt token) of the prompts that are now complete."""
+        finished = []
+        for (request, count), span in zip(pieces, batch.spans, strict=True):
+            self._input_logprobs(request, final[span.start : span.stop])
+            request.num_computed += count
+            self.pool.remember(request.page_keys[: request.num_computed // PAGE], request.pages)
+            if request.is_prefilled:
+                finished.append((request, span.stop - 1))
+        return finished
+
+    def next_tokens(self, logits: Tensor, owners: list[Request]) -> list[int]:
+        """The next token of every request in `owners` from its row of `logits` [N, V]."""
+        tokens: list[int] = logits.argmax(-1).tolist()
+        special = [i for i, request in enumerate(owners) if not request.params.is_greedy or request.params.has_logit_rules]
+        if special:
+            chosen = [owners[i] for i in special]
+            changed = logits[special].float()
+            for row, request in zip(changed, chosen, strict=True):
+                apply_rules(row, request.params, request.prompt_ids, request.output_ids, self.end_ids)
+            for i, token in zip(special, self._choose(changed, chosen), strict=True):
+                tokens[i] = token
+        for i, request in enumerate(owners):
+            if request.logprob_options is not None:
+                gather_logprobs(request, request.output_logprobs, logits[i : i + 1], [tokens[i]])
+        return tokens
+
+    def _choose(self, logits: Tensor, owners: list[Request]) -> list[int]:
+        tokens: list[int] = logits.argmax(-1).tolist()
+        drawn = [i for i, request in enumerate(owners) if not request.params.is_greedy]
+        if drawn:
+            probs = filtered_probs(logits[drawn], [owners[i].params for i in drawn])
+            numbers = [uniform(owners[i].seed, owners[i].num_tokens) for i in drawn]
+            for i, token in zip(drawn, draw(probs, numbers).tolist(), strict=True):
+                tokens[i] = token
+        return tokens
+
+    def _input_logprobs(self, request: Request, final: Tensor) -> None:
+        options = request.logprob_options
+        if options is None or options.start < 0:
+            return
+        first, last = request.num_computed, request.num_computed + final.shape[0]
+        if first <= options.start < last and not request.input_logprobs.tokens:
+            # the token at the start has no probability where nothing stands before it or its row was not asked for
+            request.input_logprobs.tokens.append((None, request.prompt_ids[options.start]))
+            request.input_logprobs.top.append(None)
+            request.input_logprobs.asked.append(None)
+        begin = max(first, options.start)
+        following = request.prompt_ids[begin + 1 : last + 1]
+        if begin < last and following:
+            rows = final[begin - first : begin - first + len(following)]
+            gather_logprobs(request, request.input_logprobs, self.model.lm_head(rows), following)
+
+
+def gather_logprobs(request: Request, into: Logprobs, logits: Tensor, tokens: list[int]) -> None:
+    """Append the log-probabilities of `tokens` [N] under `logits` [N, V] and whatever else the request asked for."""
+    options = request.logprob_options
+    assert options is not None
+    logprobs = torch.log_softmax(logits.float(), -1)
+    own = logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    into.tokens.extend(zip(own, tokens, strict=True))
+    if options.num_top:
+        values, ids = logprobs.topk(min(options.num_top, logprobs.shape[-1]))
+        into.top.extend(list(zip(v, i, strict=True)) for v, i in zip(values.tolist(), ids.tolist(), strict=True))
+    if options.token_ids:
+        asked = logprobs[:, options.token_ids].tolist()
+        into.asked.extend(list(zip(row, options.token_ids, strict=True)) for row in asked)
