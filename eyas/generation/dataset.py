@@ -22,6 +22,7 @@ from eyas.config import RunConfig
 from eyas.errors import ArtifactError, ConfigError, StorageError, TooManyRejects
 from eyas.files import atomic_file, digest_json, json_line
 from eyas.generation.canary import Canary
+from eyas.generation.forecast import LengthSample
 from eyas.generation.gates import Gates
 from eyas.generation.journal import Journal, parse_line, read_journal
 from eyas.generation.records import DONE, PENDING, PROMPTS_NAME, REJECTED, Prompt, PromptTable, journal_line, tokenized_line
@@ -38,7 +39,6 @@ STAGE = "generate"
 VERSION = 1
 TOKENIZED_NAME = "tokenized_data.jsonl"
 REJECTS_NAME = "rejects.jsonl"
-MEAN_FROM = 16
 
 
 class DatasetRun:
@@ -80,6 +80,11 @@ class DatasetRun:
         self.num_retries = 0
         self.lengths = LengthStatistics()
         self.gates = Gates(name, config.generation.gates)
+        caps = [cap for cap in (limits.get(name, 0), config.generation.max_new_tokens) if cap]
+        self.cap = min([*caps, spec.context_length])
+        self.sample = LengthSample(self.cap)
+        self.flying: dict[str, tuple[float, int]] = {}
+        """Requests in flight: record id → (time.monotonic() of sending, start number)."""
 
     def finished_manifest(self) -> Manifest | None:
         """The manifest of an earlier session if nothing need be done."""
@@ -97,8 +102,9 @@ class DatasetRun:
             raise
         num_pending = self.table.count(PENDING)
         self._source: Iterator[Prompt] = self.table.pending()
-        caps = [dataset.max_new_tokens for dataset in self._config.prompts.datasets if dataset.name == self.name]
-        self.share = Share(name=self.name, num_pending=num_pending, mean_tokens=self.lengths.mean or float(max(caps, default=1)))
+        self.num_unsettled = num_pending
+        self.share = Share(name=self.name, num_pending=num_pending, mean_tokens=self.lengths.mean or float(self.cap))
+        self.share.num_started = self._num_replayed = len(self.table) - num_pending
         has_passed = self.table.count(DONE) >= self._config.generation.canary
         self.canary = Canary(
             dataset=self.name,
@@ -117,7 +123,7 @@ class DatasetRun:
         """True if a prompt may go out now: not while the canary is being waited for."""
         if self.finished.done() or self.share.num_pending <= 0:
             return False
-        return self.is_canary_judged or self.share.num_started < self.canary.wanted
+        return self.is_canary_judged or self.share.num_started - self._num_replayed < self.canary.wanted
 
     def next_prompt(self) -> Prompt | None:
         """The next pending prompt, or None when all have been handed out."""
@@ -132,17 +138,20 @@ class DatasetRun:
     async def write(self, prompt: Prompt, entry: dict[str, Any]) -> None:
         """Journal one outcome; it counts once it is on disk."""
         await self.journal.append(journal_line(entry))
+        self.num_unsettled -= 1
         if "reject" in entry:
             self.table.states[prompt.index] = REJECTED
             self.num_rejected_by_reason[entry["reject"]] += 1
             return
         self.table.states[prompt.index] = DONE
         self.lengths.add_entry(entry)
-        if self.lengths.count >= MEAN_FROM:
-            self.share.mean_tokens = self.lengths.mean
+        _, number = self.flying.get(prompt.id, (0.0, self.share.num_started))
+        self.sample.add(len(entry["output_ids"]), number)
+        self.share.learn(self.lengths.count, self.lengths.mean)
 
-    def leave(self) -> None:
+    def leave(self, prompt: Prompt) -> None:
         """One prompt has its outcome; the dataset ends with the last."""
+        self.flying.pop(prompt.id, None)
         self.share.in_flight -= 1
         if self.share.in_flight == 0:
             self.drained.set()
@@ -229,6 +238,7 @@ class DatasetRun:
                 if is_reject:
                     self.num_rejected_by_reason[entry["reject"]] += 1
                 else:
+                    self.sample.add(len(entry["output_ids"]), self.lengths.count)
                     self.lengths.add_entry(entry)
 
     def _lines(self) -> Iterator[tuple[int, int, dict[str, Any]]]:

@@ -87,6 +87,12 @@ class Gates:
         size = max(1, len(self._window))
         return {name: self._counts[name] / size for name in NAMES}
 
+    def breached(self) -> list[str]:
+        """Names of the gates that are at or above their warn level now."""
+        if len(self._window) < self._config.min_replies:
+            return []
+        return [name for name, share in self.shares().items() if share > 0 and share >= getattr(self._config, name).warn]
+
     def add(self, marks: Marks, *, example: str = "") -> list[str]:
         """Count one outcome; `example` (a place to look, never a text) goes into the message."""
         if len(self._window) == self._window.maxlen:

@@ -46,7 +46,7 @@ class Journal:
         self._lines: list[bytes] = []
         self._waiting: list[asyncio.Future[int]] = []
         self._has_work = asyncio.Event()
-        self._size = 0
+        self.size_bytes = 0
         self._stack = ExitStack()
         self._writer: asyncio.Task[None] | None = None
         self._failure: StorageError | None = None
@@ -59,7 +59,7 @@ class Journal:
         with storage_errors(self.path):
             self._stack.enter_context(exclusive(self.path.with_suffix(".lock"), f"journal {self.path}"))
             self.num_cut_bytes = cut_torn_tail(self.path)
-            self._size = self.path.stat().st_size
+            self.size_bytes = self.path.stat().st_size
             self._file = await aiofiles.open(self.path, "ab", buffering=0)
             fsync_folder(self.path.parent)
         if self.num_cut_bytes:
@@ -106,8 +106,8 @@ class Journal:
                 return
             for line, future in zip(lines, waiting, strict=True):
                 if not future.done():
-                    future.set_result(self._size)
-                self._size += len(line)
+                    future.set_result(self.size_bytes)
+                self.size_bytes += len(line)
             if not self._lines:
                 self._is_idle.set()
 
@@ -118,7 +118,7 @@ class Journal:
                 with storage_errors(self.path):
                     await self._write_once(group)
             except StorageError as error:
-                await asyncio.to_thread(os.truncate, self.path, self._size)
+                await asyncio.to_thread(os.truncate, self.path, self.size_bytes)
                 if time.monotonic() - started > self._give_up_s:
                     raise
                 if not self.is_paused:

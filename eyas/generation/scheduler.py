@@ -2,20 +2,22 @@
 
 Servers stay full to the end because what is left then is short: the makespan comes within a few percent of
 total tokens / peak rate. Inside a dataset prompts go in file order, which is random with respect to content,
-so that what has been answered is an honest sample. The floor (of requests in flight, and 64 early
-samples each) feeds the forecast of every dataset from the first minutes.
+so that what has been answered is an honest sample. The floor (of requests in flight, and 128 early
+samples each) feeds the forecast of every dataset from the first minutes. The order of datasets is settled by
+those early samples and then stays: were it to follow the running means, the datasets left to the end would be
+those whose means happen to be too low, and the forecast would say so too (4 % too early, simulated).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-EARLY_SAMPLES = 64
+EARLY_SAMPLES = 128
 
 
 @dataclass(kw_only=True, eq=False)
 class Share:
-    """What the scheduler knows of one dataset. `mean_tokens` is the expected answer: the cap until it is measured."""
+    """What the scheduler knows of one dataset. `mean_tokens` orders the datasets: the cap until the early samples are there."""
 
     name: str
     num_pending: int
@@ -28,6 +30,11 @@ class Share:
         self.num_pending -= 1
         self.in_flight += 1
         self.num_started += 1
+
+    def learn(self, num_replies: int, mean_tokens: float) -> None:
+        """Take the mean answer of the first replies, in tokens; later ones no longer change the order."""
+        if num_replies <= EARLY_SAMPLES:
+            self.mean_tokens = mean_tokens
 
 
 def choose(shares: list[Share], capacity: int, floor: float) -> Share | None:

@@ -20,7 +20,8 @@ from types import TracebackType
 from typing import Any
 
 from eyas.config import RunConfig
-from eyas.errors import ConfigError, EyasError, GateError, RecordError, ServerError
+from eyas.errors import ArtifactError, ConfigError, EyasError, GateError, RecordError, ServerError
+from eyas.generation.control import read_control
 from eyas.generation.dataset import STAGE, DatasetRun, check_rejects, require_dataset
 from eyas.generation.gates import Marks, marks_of
 from eyas.generation.inflight import InFlightLog
@@ -28,6 +29,7 @@ from eyas.generation.proof import prove_rendering
 from eyas.generation.records import Prompt, done_entry, reject_entry
 from eyas.generation.sampling import clamp_new_tokens, record_seed, resolve_sampling
 from eyas.generation.scheduler import choose
+from eyas.generation.telemetry import Telemetry
 from eyas.manifest import Manifest
 from eyas.progress import Progress, Report, silent
 from eyas.sglang.client import ClosedBeforeReply, RequestRefused, ServerBusy, ServerUnreachable, SGLangClient
@@ -46,6 +48,8 @@ RETRY_FIRST_S = 0.5
 RETRY_LAST_S = 30.0
 BUSY_RETRY_S = 1.0
 TICK_S = 1.0
+LOOK_S = 5.0
+FORECAST_S = 15.0
 
 
 class GenerationSession:
@@ -74,7 +78,6 @@ class GenerationSession:
         self._may_send = asyncio.Event()
         self._may_send.set()
         self._pauses: dict[str, str] = {}
-        self._last_outcome = time.monotonic()
         self._session_token = uuid.uuid4().hex[:8]
 
     async def __aenter__(self) -> GenerationSession:
@@ -86,6 +89,7 @@ class GenerationSession:
             self.sampling = resolve_sampling(self.config.generation, self.spec)
             await self._open_pool()
             await self._abort_left_over()
+            self._telemetry = Telemetry(self.pool, self.run.progress)
             self._background(self._dispatch(), "dispatcher")
             self._background(self._monitor.run(), "monitor")
             self._background(self._tick(), "tick")
@@ -244,7 +248,7 @@ class GenerationSession:
         record = _Record(started_at=_clock())
         try:
             try:
-                reply = await self._ask(prompt, record, server, dataset)
+                reply = await self._ask(dataset, prompt, record, server)
             except (RecordError, ReplyError, RequestRefused) as error:
                 await self._reject(dataset, prompt, record, error)
             else:
@@ -252,15 +256,19 @@ class GenerationSession:
         except GateError as error:
             dataset.fail(error)
         finally:
-            dataset.leave()
-            self._last_outcome = time.monotonic()
+            dataset.leave(prompt)
             self._work.set()
 
-    async def _ask(self, prompt: Prompt, record: _Record, server: Server, dataset: DatasetRun) -> Reply:
+    async def _ask(self, dataset: DatasetRun, prompt: Prompt, record: _Record, server: Server) -> Reply:
         """Attempts until a reply is accepted; raises what refuses the record for good. Gives every lease back."""
+        start_number = dataset.share.num_started - 1
         while True:
+            sent = time.monotonic()
+            dataset.flying[prompt.id] = (sent, start_number)
             try:
-                return await self._attempt(prompt, record, server)
+                reply = await self._attempt(prompt, record, server)
+                self._telemetry.count_reply(reply, time.monotonic() - sent)
+                return reply
             except ReplyError as error:
                 if not error.can_heal:
                     raise
@@ -275,6 +283,7 @@ class GenerationSession:
             finally:
                 await self.pool.release(server)
             dataset.num_retries += 1
+            del dataset.flying[prompt.id]
             log.info("retry dataset=%s id=%s url=%s error=%s", dataset.name, prompt.id, server.url, record.last_error)
             if record.num_failed >= self.config.generation.max_attempts:
                 raise RecordError(record.last_reason, f"{record.num_failed} attempts failed; the last: {record.last_error}")
@@ -340,11 +349,39 @@ class GenerationSession:
     # --- watching ------------------------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
+        """Once a second: the operator's wishes, an outage past its limit, messages; now and then a look and a forecast."""
+        look_at = forecast_at = 0.0
         while True:
             await asyncio.sleep(TICK_S)
-            for dataset in list(self._datasets.values()):
-                self._report_dataset(dataset)
+            datasets = list(self._datasets.values())
+            await self._obey_control()
             self._check_outage()
+            moment = time.monotonic()
+            if moment >= look_at:
+                self._telemetry.look(datasets, self._pauses)
+                look_at = moment + LOOK_S
+            if moment >= forecast_at:
+                await self._telemetry.refresh_forecast(datasets)
+                forecast_at = moment + FORECAST_S
+            for dataset in datasets:
+                self._report_dataset(dataset)
+
+    async def _obey_control(self) -> None:
+        try:
+            control = await asyncio.to_thread(read_control, self.run.root)
+        except ArtifactError as error:
+            log.warning("control ignored: %s", error)
+            return
+        self._set_pause("operator", "paused by control.json" if control.paused else "")
+        known = {server.url: server for server in self.pool.servers}
+        for url in {url.rstrip("/") for url in control.add_urls} - known.keys():
+            await self.pool.add(await self._new_server(url))
+        drained = {url.rstrip("/") for url in control.drain_urls}
+        for url, server in known.items():
+            if url in drained and server.state != "draining":
+                await self.pool.drain(url)
+            elif url not in drained and server.state == "draining":
+                await self.pool.undrain(url)
 
     def _check_outage(self) -> None:
         """Fail the session, resumable, once no server has been there for longer than the limit."""
@@ -357,8 +394,9 @@ class GenerationSession:
     def _set_pause(self, cause: str, detail: str) -> None:
         """Pause sending for `cause` while `detail` is not empty."""
         if detail:
+            if cause not in self._pauses:
+                log.warning("paused cause=%s detail=%s", cause, detail)
             self._pauses[cause] = detail
-            log.warning("paused cause=%s detail=%s", cause, detail)
         elif self._pauses.pop(cause, None) is not None:
             log.warning("resumed cause=%s", cause)
         if self._pauses:
@@ -375,6 +413,8 @@ class GenerationSession:
             figures |= dataset.lengths.figures()
             figures |= {"in_flight": dataset.share.in_flight, "retries": dataset.num_retries}
             figures |= {f"gate_{name}": round(share, 4) for name, share in dataset.gates.shares().items()}
+            figures["gates"] = ", ".join(dataset.gates.breached()) or "ok"
+            figures |= self._telemetry.figures()
         if self._pauses:
             figures["paused"] = "; ".join(self._pauses.values())
         self._report(

@@ -44,6 +44,7 @@ class Server:
     busy_until: float = 0.0
     load: dict[str, float] = field(default_factory=dict)
     num_done: int = 0
+    num_retractions: int = 0
     weight_version: str = ""
 
     @property
@@ -65,6 +66,7 @@ class Server:
     def adapt(self, load: dict[str, float], num_retracted: int) -> None:
         """Follow one reading of `/v1/loads`; `num_retracted` counts retractions since the last reading."""
         self.load = load
+        self.num_retractions += num_retracted
         waiting = int(load.get("waiting", 0))
         slack = max(2, self.limit // 32)  # a short queue keeps the server full between two of our polls
         if num_retracted > 0:

@@ -1,0 +1,110 @@
+"""Error and calibration of the forecast on simulated reference runs, and its replay on a real journal.
+
+python benchmarks/forecast.py [--seeds 200] [--scale 1.0]
+python benchmarks/forecast.py --replay runs/NAME
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.generation_model import LIMIT, Work, by_scheduler, rate, reference_work, simulate
+from benchmarks.generation_replay import replayed_forecasts
+from eyas.generation.forecast import DatasetOutlook, LengthSample, RateCurve, forecast
+
+CHECKPOINTS = [0.005, 0.01, 0.02, 0.05, 0.10, 0.25, 0.50, 0.75]
+
+
+def run_once(
+    seed: int, *, scale: float, drift: float = 0.0, speed: Callable[[float], float] = lambda share: 1.0
+) -> list[tuple[float, float, float, float, float]]:
+    """One simulated run: (share done, straight-line ÷ truth, median ÷ truth, low, high) of the time left at each checkpoint."""
+    works = reference_work(np.random.default_rng(seed), scale=scale, drift=drift)
+    total = sum(len(work.lengths) for work in works)
+    samples = {id(work): LengthSample(work.cap) for work in works}
+    curve, guesses = RateCurve(), []
+    rng = np.random.default_rng(seed + 1_000_000)
+    waiting = [int(share * total) for share in CHECKPOINTS]
+    last_seconds, last_tokens, seconds = 0.0, 0.0, 0.0
+    for clock, work, number in simulate(works, by_scheduler, speed=speed):
+        samples[id(work)].add(work.lengths[number], number)
+        seconds = clock.seconds
+        if clock.seconds - last_seconds >= 15.0:  # as the session measures: every 15 s, with 2 % of noise
+            running = sum(len(work.flying) for work in works)
+            measured = (clock.tokens - last_tokens) / (clock.seconds - last_seconds)
+            curve.add(clock.seconds, running, measured * (1 + 0.02 * rng.standard_normal()))
+            last_seconds, last_tokens = clock.seconds, clock.tokens
+        if waiting and clock.num_done >= waiting[0]:
+            waiting.pop(0)
+            outlooks = [_outlook(work, samples[id(work)], clock.progress) for work in works]
+            guess = forecast(outlooks, curve, LIMIT, seed=seed)
+            if guess is not None:
+                straight = clock.seconds / clock.num_done * (total - clock.num_done)
+                guesses.append((clock.num_done / total, clock.seconds, straight, guess.median_s, guess.low_s, guess.high_s))
+    return [
+        (share, straight / (seconds - at), median / (seconds - at), low / (seconds - at), high / (seconds - at))
+        for share, at, straight, median, low, high in guesses
+    ]
+
+
+def _outlook(work: Work, sample: LengthSample, progress: float) -> DatasetOutlook:
+    ages = [(progress - start, number) for number, start in work.flying.items()]
+    return DatasetOutlook(name=work.share.name, sample=sample, num_pending=work.share.num_pending, ages=ages)
+
+
+def table(title: str, runs: list[list[tuple[float, float, float, float, float]]]) -> None:
+    by_share: dict[float, list[tuple[float, ...]]] = defaultdict(list)
+    for run in runs:
+        for share, *rest in run:
+            by_share[min(CHECKPOINTS, key=lambda point: abs(point - share))].append(tuple(rest))
+    print(f"\n{title}: {len(runs)} runs")
+    print("| done | median abs error | mean error | straight line | 80 % interval covers | its half width |")
+    print("|---|---|---|---|---|---|")
+    for share, rows in sorted(by_share.items()):
+        values = np.array(rows)
+        covered = np.mean((values[:, 2] <= 1) & (values[:, 3] >= 1))
+        print(
+            f"| {share:.1%} | {np.median(np.abs(values[:, 1] - 1)):.1%} | {np.mean(values[:, 1] - 1):+.1%} "
+            f"| {np.median(np.abs(values[:, 0] - 1)):.1%} "
+            f"| {covered:.0%} | {np.median(values[:, 3] - values[:, 2]) / 2:.1%} |"
+        )
+
+
+def replay(folder: Path) -> None:
+    """What the forecast would have said during a real run, from its journals."""
+    print("| done | median of the time left, s | 80 % interval, s | truth, s | covered |")
+    print("|---|---|---|---|---|")
+    for share, guess, truth in replayed_forecasts(folder, CHECKPOINTS):
+        is_inside = guess.low_s <= truth <= guess.high_s
+        interval = f"{guess.low_s:.0f}–{guess.high_s:.0f}"
+        print(f"| {share:.1%} | {guess.median_s:.0f} | {interval} | {truth:.0f} | {'yes' if is_inside else 'no'} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the 88,088 prompts")
+    parser.add_argument("--replay", type=Path, help="a run folder whose journals are replayed instead")
+    options = parser.parse_args()
+    if options.replay:
+        replay(options.replay)
+        return
+    print(f"peak {rate(LIMIT):.0f} tokens/s, scale {options.scale}")
+    table("stationary", [run_once(seed, scale=options.scale) for seed in range(options.seeds)])
+    few = max(20, options.seeds // 5)
+    table("warm-up (30 % speed for the first 1 %)", [
+        run_once(seed, scale=options.scale, speed=lambda share: 0.3 if share < 0.01 else 1.0) for seed in range(few)
+    ])  # fmt: skip
+    table("half of the servers lost at 40 %", [
+        run_once(seed, scale=options.scale, speed=lambda share: 0.5 if share > 0.4 else 1.0) for seed in range(few)
+    ])  # fmt: skip
+    table("lengths 25 % up from each dataset's half", [run_once(seed, scale=options.scale, drift=0.25) for seed in range(few)])
+
+
+if __name__ == "__main__":
+    main()
