@@ -7,6 +7,7 @@ what is finished and verifies, and make anew what is not, so a killed run ends i
 from __future__ import annotations
 
 import shutil
+import threading
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,11 @@ def load_preparation(config: RunConfig) -> Preparation:
     """
     spec = load_target(config.target)
     key = config.model_dump_json(include={"target", "prompts"})
-    return _load_preparation(key, spec.tokenizer_fingerprint, digest_json(_benchmarks(config.prompts)))
+    with _LOADING:  # datasets may be prepared in several threads
+        return _load_preparation(key, spec.tokenizer_fingerprint, digest_json(_benchmarks(config.prompts)))
+
+
+_LOADING = threading.Lock()
 
 
 @lru_cache(maxsize=1)

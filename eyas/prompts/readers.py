@@ -180,7 +180,8 @@ def _parse(data: bytes | None, where: str, max_row_bytes: int) -> Row:
     if data is None:
         return Row(where=where, problem=RecordError("row_too_large", f"larger than prompts.max_row_bytes = {max_row_bytes}"))
     try:
-        return Row(where=where, value=json.loads(data.decode("utf-8", "surrogateescape"), parse_constant=_refuse_constant))
+        text = data.decode("utf-8", "surrogateescape")  # bad bytes and raw controls are repaired, and counted, in cleaning
+        return Row(where=where, value=json.loads(text, parse_constant=_refuse_constant, strict=False))
     except (ValueError, RecursionError) as error:
         return Row(where=where, problem=RecordError("bad_json", str(error)))
 
@@ -191,7 +192,7 @@ def _refuse_constant(name: str) -> Any:
 
 def _parses(line: bytes) -> bool:
     try:
-        json.loads(line.decode("utf-8", "surrogateescape"))
+        json.loads(line.decode("utf-8", "surrogateescape"), strict=False)
     except (ValueError, RecursionError):
         return False
     return True

@@ -1,0 +1,267 @@
+"""Faults that others reported in public, each as its smallest trigger with its neighbours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eyas.files import read_json_lines
+from tests.prompts.conftest import chat, write_rows
+from tests.target.tiny_target import QWEN3, write_target
+
+_GOOD = chat("What is it?", "A bird.")
+
+
+def _reasons(rejects: list[dict]) -> list[str]:
+    return [reject["reason"] for reject in rejects]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"conversations": []}, "empty"),
+        ({"messages": []}, "empty"),
+        ({"conversations": None}, "missing_field"),
+        ({"conversations": "no list"}, "bad_turns"),
+        ({"conversations": [None]}, "bad_turn"),
+        ({"conversations": ["text"]}, "bad_turn"),
+        (chat(), "empty"),
+        ({"conversations": [{"from": "gpt", "value": "hi"}]}, "no_user_turn"),
+        ({"conversations": [{"from": "gpt", "value": "a"}, {"from": "gpt", "value": "b"}]}, "no_user_turn"),
+        ([{"role": "system", "content": "x"}], "no_user_turn"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "no_user_turn"),
+        ({"messages": [{"role": "system", "content": "x"}, {"role": "assistant", "content": "y"}]}, "no_user_turn"),
+        (chat(""), "empty_turn"),
+        (chat(" \n\t"), "empty_turn"),
+        (chat("q", "", "r"), "empty_turn"),
+        ({}, "unknown_shape"),
+        ([], "empty"),
+        ("just text", "not_an_object"),
+        (None, "not_an_object"),
+        (3, "not_an_object"),
+    ],
+)
+def test_a_row_with_nothing_to_ask_is_a_reject_and_its_neighbours_stay(prepared, row, reason) -> None:
+    """https://github.com/sgl-project/SpecForge/pull/482"""
+    manifest, prompts, rejects = prepared([chat("before", "x"), row, chat("after", "x")])
+    assert _reasons(rejects) == [reason]
+    assert rejects[0]["where"] == "rows.jsonl:2"
+    assert len(prompts) == 2
+    assert manifest.counts.num_in == 3
+
+
+def test_an_assistant_first_chat_keeps_what_follows_and_is_counted(prepared) -> None:
+    """https://github.com/sgl-project/SpecForge/pull/482: dropping leading turns must not lose the row."""
+    row = {"conversations": [{"from": "gpt", "value": "Hello."}, *_GOOD["conversations"]]}
+    manifest, prompts, _ = prepared([row])
+    assert json.loads(prompts[0]["messages"]) == [{"role": "user", "content": "What is it?"}]
+    assert manifest.figures["repairs"] == {"leading_turns_dropped": 1}
+
+
+_DOUBLED = {
+    "user user assistant": [("human", "a"), ("human", "b"), ("gpt", "c")],
+    "user assistant assistant user": [("human", "a"), ("gpt", "b"), ("gpt", "c"), ("human", "d")],
+    "system system user": [("system", "a"), ("system", "b"), ("human", "c")],
+}
+_MERGED = {
+    "user user assistant": [("user", "a\n\nb")],
+    "user assistant assistant user": [("user", "a"), ("assistant", "b\n\nc"), ("user", "d")],
+    "system system user": [("system", "a\n\nb"), ("user", "c")],
+}
+
+
+@pytest.mark.parametrize("case", _DOUBLED)
+def test_consecutive_turns_of_a_role_are_merged_and_counted(prepared, case: str) -> None:
+    """https://github.com/sgl-project/SpecForge/issues/216"""
+    manifest, prompts, _ = prepared([{"conversations": [{"from": role, "value": text} for role, text in _DOUBLED[case]]}])
+    assert [(turn["role"], turn["content"]) for turn in json.loads(prompts[0]["messages"])] == _MERGED[case]
+    assert manifest.figures["repairs"] == {"merged_turns": 1}
+
+
+@pytest.mark.parametrize("case", _DOUBLED)
+def test_consecutive_turns_of_a_role_are_rejected_where_the_config_says_so(prepared, case: str) -> None:
+    """https://github.com/sgl-project/SpecForge/issues/216"""
+    row = {"conversations": [{"from": role, "value": text} for role, text in _DOUBLED[case]]}
+    _, prompts, rejects = prepared([row, _GOOD], same_role_turns="reject")
+    assert _reasons(rejects) == ["same_role_turns"]
+    assert len(prompts) == 1
+
+
+def test_parallel_tool_turns_are_no_doubled_turns(prepared) -> None:
+    """https://github.com/sgl-project/SpecForge/issues/216"""
+    turns = [("human", "q"), ("gpt", "calls"), ("observation", "1"), ("observation", "2")]
+    _, prompts, _ = prepared([{"conversations": [{"from": role, "value": text} for role, text in turns]}], same_role_turns="reject")
+    assert [turn["role"] for turn in json.loads(prompts[0]["messages"])] == ["user", "assistant", "tool", "tool"]
+
+
+@pytest.mark.parametrize(
+    ("user", "assistant"),
+    [
+        ("human", "gpt"),
+        ("user", "assistant"),
+        ("human", "chatgpt"),
+        ("user", "bing"),
+        ("Human", "GPT"),
+        ("prompter", "model"),
+        ("human", "bard"),
+    ],
+)
+@pytest.mark.parametrize("keys", [("from", "value"), ("role", "content")])
+def test_every_known_name_of_a_role_is_mapped(prepared, user: str, assistant: str, keys: tuple[str, str]) -> None:
+    """https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5078, https://github.com/Tencent/AngelSlim/issues/7"""
+    turns = [{keys[0]: role, keys[1]: text} for role, text in ((user, "Q"), (assistant, "A"), (user, "R"))]
+    _, prompts, _ = prepared([{"conversations": turns}])
+    assert [turn["role"] for turn in json.loads(prompts[0]["messages"])] == ["user", "assistant", "user"]
+
+
+@pytest.mark.parametrize("role", ["narrator", "", None, 7])
+def test_an_unknown_role_is_a_reject_that_names_it(prepared, role: object) -> None:
+    """https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5078"""
+    _, _, rejects = prepared([{"conversations": [{"from": role, "value": "Q"}]}, _GOOD])
+    assert _reasons(rejects) == ["unknown_role"]
+    assert repr(role) in rejects[0]["detail"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        chat("hi", "salut", system="Answer in French"),
+        {"system": "Answer in French", "conversations": chat("hi", "salut")["conversations"]},
+        {"messages": [{"role": "developer", "content": "Answer in French"}, {"role": "user", "content": "hi"}]},
+        {"system": "Answer in French", "instruction": "hi", "output": "salut"},
+        {"system": "Answer in French", "prompt": "hi"},
+        {"system": "SYSTEM: Answer in French", "chat": "USER: hi\n\n\nASSISTANT: salut <|endoftext|>"},
+        {"trajectory": [{"role": "system", "system_prompt": "Answer in French", "text": None}, {"role": "user", "text": "hi"}]},
+    ],
+)
+def test_system_text_is_in_the_prompt(prepared, target: Path, row: dict) -> None:
+    """https://github.com/NVIDIA-NeMo/Automodel/pull/3144"""
+    from transformers import AutoTokenizer
+
+    _, prompts, _ = prepared([row])
+    text = AutoTokenizer.from_pretrained(target).decode(prompts[0]["input_ids"])
+    assert text == "<|im_start|>system\nAnswer in French<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
+def test_an_assistant_turn_of_calls_alone_is_kept(prepared, tmp_path: Path, content: dict) -> None:
+    """https://github.com/huggingface/transformers/pull/45348, https://github.com/cubist38/mlx-openai-server/pull/205"""
+    call = {"type": "function", "function": {"name": "lookup", "arguments": "{}"}}
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", **content, "tool_calls": [call]},
+        {"role": "tool", "content": "7"},
+    ]
+    _, prompts, _ = prepared([{"messages": turns}], model=write_target(tmp_path / "qwen", QWEN3))
+    assert json.loads(prompts[0]["messages"]) == [
+        {"role": "user", "content": "q"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "id": "functions.lookup:0", "function": {"name": "lookup", "arguments": {}}}],
+        },
+        {"role": "tool", "content": "7", "tool_call_id": "functions.lookup:0"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        ([{"type": "text", "text": "hi"}], "hi"),
+        ([{"type": "text", "text": "hi "}, {"type": "text", "text": "you"}], "hi you"),
+        ([{"text": "hi"}], "hi"),
+        ([{"type": "input_text", "text": "hi"}], "hi"),
+        (["hi ", "you"], "hi you"),
+        ({"type": "text", "text": "hi"}, "hi"),
+    ],
+)
+def test_text_parts_are_joined(prepared, content: object, wanted: str) -> None:
+    """https://github.com/OpenGVLab/InternVL/issues/726"""
+    _, prompts, _ = prepared([{"messages": [{"role": "user", "content": content}]}])
+    assert json.loads(prompts[0]["messages"])[0]["content"] == wanted
+
+
+@pytest.mark.parametrize("kind", ["image_url", "image", "input_audio", "audio", "video", "video_url"])
+def test_other_parts_are_rejected_by_name(prepared, kind: str) -> None:
+    """https://github.com/OpenGVLab/InternVL/issues/726"""
+    parts = [{"type": "text", "text": "hi"}, {"type": kind, kind: {"url": "x"}}]
+    _, prompts, rejects = prepared([{"messages": [{"role": "user", "content": parts}]}, _GOOD])
+    assert _reasons(rejects) == ["not_text"]
+    assert repr(kind) in rejects[0]["detail"]
+    assert len(prompts) == 1
+
+
+@pytest.mark.parametrize(
+    ("escaped", "wanted"),
+    [
+        (r"a \udc9d b", "a \ufffd b"),
+        (r"\ud83e", "\ufffd"),
+        (r"\ud83e\udd14", "🤔"),
+        (r"\ud83e x \udd14", "\ufffd x \ufffd"),
+        (r"\ud83e\ud83e\udd14", "\ufffd🤔"),
+        (r"a\u0000b\u0007c\td\ne\u009f", "abc\td\ne"),
+        (r"naïve 😀", "naïve 😀"),
+    ],
+)
+def test_surrogates_and_controls_are_repaired_at_ingest(prepared, escaped: str, wanted: str) -> None:
+    """https://github.com/openai/tiktoken/issues/82, https://github.com/daaain/claude-code-log/issues/139"""
+    manifest, prompts, _ = prepared([b'{"messages":[{"role":"user","content":"' + escaped.encode() + b'"}]}'])
+    assert json.loads(prompts[0]["messages"])[0]["content"] == wanted
+    assert prompts[0]["messages"].encode()  # UTF-8 can hold it
+    is_clean = escaped in (r"naïve 😀", r"\ud83e\udd14")
+    assert bool(manifest.figures["repairs"]) is not is_clean
+
+
+def test_surrogates_inside_tools_and_arguments_are_repaired(prepared, tmp_path: Path) -> None:
+    """https://github.com/openai/tiktoken/issues/82"""
+    row = (
+        rb'{"messages":[{"role":"user","content":"q"},{"role":"assistant","content":null,"tool_calls":[{"function":'
+        rb'{"name":"f","arguments":"{\"a\": \"\\udc9d\"}"}}]},{"role":"tool","content":"7"}],'
+        rb'"tools":[{"name":"f","description":"\udc9d","parameters":{}}]}'
+    )
+    _, prompts, _ = prepared([row], model=write_target(tmp_path / "qwen", QWEN3))
+    assert "\ufffd" in prompts[0]["tools"]
+    assert json.loads(prompts[0]["messages"])[1]["tool_calls"][0]["function"]["arguments"] == {"a": "\ufffd"}
+
+
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\u0085", "\x0b", "\x0c", "\x1c"])
+def test_rows_are_split_on_lf_alone(prepared, tmp_path: Path, character: str) -> None:
+    """https://github.com/bytedance/deer-flow/pull/5423, https://github.com/volcengine/OpenViking/pull/3988"""
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(f'{{"prompt":"a{character}b"}}\n'.encode() + json.dumps(_GOOD).encode() + b"\n")
+    _, prompts, rejects = prepared(path)
+    assert (len(prompts), rejects) == (2, [])
+    wanted = "ab" if ord(character) < 32 else f"a{character}b"  # raw controls are removed, separators are text
+    assert wanted in {json.loads(prompt["messages"])[0]["content"] for prompt in prompts}
+
+
+def test_line_separators_in_reject_details_do_not_split_rejects(prepared, tmp_path: Path) -> None:
+    """https://github.com/bytedance/deer-flow/pull/5423: what Eyas itself writes is split on LF alone as well."""
+    prepared([{"conversations": [{"from": "a\u2028b", "value": "Q"}]}, _GOOD])
+    assert len(list(read_json_lines(tmp_path / "run" / "prompts" / "B" / "rejects.jsonl"))) == 1
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_one_huge_row_does_not_touch_its_neighbours(prepared, tmp_path: Path, name: str) -> None:
+    """https://github.com/apache/arrow/issues/7835, https://github.com/huggingface/datasets/issues/3227"""
+    rows = [chat(f"number {number}", "x") for number in range(6)]
+    rows[3] = chat("y" * 20_000_000, "x")
+    path = tmp_path / name
+    if name.endswith("l"):
+        write_rows(path, rows)
+    else:
+        path.write_text(json.dumps(rows))
+    _, prompts, rejects = prepared(path)
+    assert _reasons(rejects) == ["row_too_large"]
+    assert rejects[0]["where"] == f"{name}:4"
+    assert "max_row_bytes" in rejects[0]["detail"]
+    assert len(prompts) == 5
+
+
+def test_a_row_below_the_limit_but_above_the_context_is_rejected_without_tokenizing_it(prepared) -> None:
+    """https://github.com/apache/arrow/issues/7835"""
+    _, prompts, rejects = prepared([chat("word " * 1_000_000), _GOOD])
+    assert _reasons(rejects) == ["too_long"]
+    assert len(prompts) == 1

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import json
+import lzma
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.errors import ConfigError
+from eyas.prompts import readers
+from eyas.prompts.readers import is_readable, read_rows
+
+_ROWS = [{"prompt": f'number {index} \u2028 {{["\\', "n": index} for index in range(50)]
+
+
+def _values(path: Path, **settings: int) -> list[object]:
+    return [row.value for row in read_rows(path, name=path.name, max_row_bytes=settings.get("max_row_bytes", 1 << 20))]
+
+
+def _lines() -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in _ROWS)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz", ".zst"])
+def test_every_compression_reads_the_same_rows(tmp_path: Path, suffix: str) -> None:
+    compress = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+    path = tmp_path / f"rows.jsonl{suffix}"
+    path.write_bytes(pa.compress(_lines(), codec="zstd", asbytes=True) if suffix == ".zst" else compress[suffix](_lines()))
+    assert _values(path) == _ROWS
+    assert is_readable(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("rows.jsonl", _lines()),
+        ("rows.jsonl", b"\xef\xbb\xbf" + _lines()),
+        ("rows.jsonl", _lines().replace(b"\n", b"\r\n")),
+        ("rows.jsonl", _lines().rstrip(b"\n")),
+        ("rows.jsonl", b"\n\n" + _lines() + b"\n"),
+        ("rows.json", _lines()),
+        ("rows.json", json.dumps(_ROWS).encode()),
+        ("rows.json", json.dumps(_ROWS, indent=2).encode()),
+        ("rows.jsonl", json.dumps(_ROWS, indent=4).encode()),
+        ("rows.json", b"\n".join(json.dumps(row, indent=1).encode() for row in _ROWS)),
+    ],
+)
+def test_json_in_any_layout_reads_the_same_rows(tmp_path: Path, name: str, data: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(data)
+    assert _values(path) == _ROWS
+
+
+def test_an_object_whose_values_are_rows_is_read_at_depth_one(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({str(index): row for index, row in enumerate(_ROWS)}))
+    assert [row.value for row in read_rows(path, name="rows.json", max_row_bytes=1 << 20, json_depth=1)] == _ROWS
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda child: st.lists(child, max_size=4) | st.dictionaries(st.text(), child, max_size=4),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.dictionaries(st.text(), _json, max_size=4), max_size=6),
+    indent=st.sampled_from([None, 2]),
+    chunk=st.integers(1, 9),
+)
+def test_an_array_cut_anywhere_gives_the_elements_that_json_gives(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, object]], indent: int | None, chunk: int
+) -> None:
+    path = tmp_path_factory.mktemp("array") / "rows.json"
+    path.write_text(json.dumps(rows, indent=indent))
+    original, readers._CHUNK_BYTES = readers._CHUNK_BYTES, chunk
+    try:
+        assert _values(path) == rows
+    finally:
+        readers._CHUNK_BYTES = original
+
+
+def test_a_bad_row_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
+    lines = _lines().split(b"\n")[:-1]
+    lines[10] = b'{"prompt": "broken'
+    lines[20] = b'{"n": NaN}'
+    lines[30] = b"[" * 100_000
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    rows = list(read_rows(path, name="rows.jsonl", max_row_bytes=1 << 20))
+    bad = [row for row in rows if row.problem is not None]
+    assert [row.where for row in bad] == ["rows.jsonl:11", "rows.jsonl:21", "rows.jsonl:31"]
+    assert {row.problem.reason for row in bad if row.problem} == {"bad_json"}
+    assert len(rows) == 50
+
+
+def test_bytes_that_are_not_utf8_are_read_with_marks_to_repair(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"prompt": "caf\xe9"}\n')
+    assert _values(path) == [{"prompt": "caf\udce9"}]
+
+
+def test_a_late_bad_csv_row_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["prompt", "n"])
+        writer.writerows([[f"line one\nline {index}, with comma", index] for index in range(200)])
+        writer.writerow(["one field"])
+        writer.writerow(["last", 3])
+    rows = list(read_rows(path, name="rows.csv", max_row_bytes=1 << 20))
+    assert [row.problem.reason for row in rows if row.problem] == ["bad_csv"]
+    assert rows[-1].value == {"prompt": "last", "n": "3"}
+    assert len(rows) == 202
+
+
+def test_parquet_files_of_one_folder_may_differ_in_columns(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["a"], "tools": pa.nulls(1)}), tmp_path / "0.parquet")
+    pq.write_table(pa.table({"prompt": ["b"], "tools": ["[]"], "more": [[1]]}), tmp_path / "1.parquet")
+    values = [value for path in sorted(tmp_path.glob("*.parquet")) for value in _values(path)]
+    assert values == [{"prompt": "a", "tools": None}, {"prompt": "b", "tools": "[]", "more": [1]}]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.jsonl.xz", "rows.jsonl.zst", "rows.parquet", "rows.json"])
+def test_a_damaged_file_is_named_with_the_last_row_read(tmp_path: Path, name: str) -> None:
+    random.seed(1)
+    good = b"".join(json.dumps({"prompt": random.randbytes(40).hex()}).encode() + b"\n" for _ in range(20_000))
+    path = tmp_path / name
+    data = {
+        ".gz": lambda: gzip.compress(good),
+        ".xz": lambda: lzma.compress(good),
+        ".zst": lambda: pa.compress(good, codec="zstd", asbytes=True),
+        ".parquet": lambda: b"PAR1" + good,
+        ".json": lambda: b"[" + good.replace(b"\n", b",\n")[:-2],
+    }[Path(name).suffix]()
+    path.write_bytes(data[: len(data) - 1000])
+    with pytest.raises(ConfigError, match="damaged after row"):
+        _values(path)
