@@ -139,8 +139,8 @@ def write_candidates(
             if account.num_seen >= account.next_report:
                 account.next_report += _REPORT_ROWS
                 report(Progress(stage="prepare", name=dataset.name, done=account.num_seen, total=0, unit="rows"))
-    if not account.num_rows:
-        raise ConfigError(f"dataset {dataset.name}: source {dataset.source!r} holds no row; correct prompts.datasets")
+        if not account.num_rows:
+            raise ConfigError(f"dataset {dataset.name}: source {dataset.source!r} holds no row; correct prompts.datasets")
     fsync_folder(folder)
     report(Progress(stage="prepare", name=dataset.name, done=account.num_rows, total=account.num_rows, unit="rows", is_final=True))
     return Manifest(
