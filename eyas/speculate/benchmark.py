@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
@@ -28,16 +29,19 @@ from eyas.speculate.baselines import BigramTable
 from eyas.speculate.deploy import Check, decide, identity_checks, result_checks
 from eyas.speculate.launch import compose_file, launch_command, server_flags
 from eyas.speculate.load import Server
-from eyas.speculate.lossless import load_judge
-from eyas.speculate.measure import measure_set, num_steps
+from eyas.speculate.lossless import LocalJudge, Measure, load_judge
+from eyas.speculate.measure import Predict, measure_set, num_steps
 from eyas.speculate.predict import Predictor
 from eyas.speculate.results import SetMeasurement, Side, render_report, summarise
+from eyas.speculate.server_judge import ServerJudge
 from eyas.speculate.sets import load_set, set_name
 from eyas.target.spec import TargetSpec, load_target
 from eyas.workspace import RunFolder, exclusive
 
 STAGE = "benchmark"
 VERSION = 1
+_MEMORY_SHARE = 0.4
+"""Of the free memory, what a second copy of the target may take for the replay."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +66,8 @@ def benchmark(run: RunFolder, config: RunConfig, report: Report = silent) -> Man
             num_draft_tokens=config.benchmark.num_draft_tokens,
             min_verifications=config.benchmark.min_verifications,
         )
+        if results["predicted_accept_length"] is None:
+            results["predicted_accept_length"] = _figure_of_training(run)
         identity = [Check.model_validate(check) for measurement in measurements for check in measurement.identity]
         decision = decide(identity + result_checks(results, config.benchmark))
         results["deployment"] = decision.model_dump()
@@ -97,6 +103,12 @@ def _inputs(run: RunFolder, config: RunConfig, spec: TargetSpec) -> dict[str, st
     return draft | prompts | {"merged": load_manifest(run.merged).digest(), "target": spec.fingerprint}
 
 
+def _figure_of_training(run: RunFolder) -> float | None:
+    """The held-out replay that selected the checkpoint, where the served replies themselves cannot be replayed."""
+    figure = load_manifest(run.export).figures.get("accept_length")
+    return None if figure is None else float(figure)
+
+
 def _existing(path: Path) -> Path:
     if not path.is_file():
         raise ArtifactError(f"{path} is missing; run the phase that exports the draft first")
@@ -117,8 +129,7 @@ def _measure_all(run: RunFolder, config: RunConfig, spec: TargetSpec, wanted: st
         prompts = {source: load_set(run, config, spec, source) for source in missing}
         bigrams = _bigram_table(run)
         with _servers(run, config, spec) as (servers, engine, identity):
-            judge_model = load_judge(spec, engine["dtype"])
-            predictor = Predictor(run.export, spec, judge_model, config.benchmark.num_draft_tokens)
+            measure_tie, predict = _truths(run, config, spec, servers, engine["dtype"])
             for source in missing:
                 name = set_name(source)
                 steps = _Steps(report, name, num_steps(config.benchmark))
@@ -127,9 +138,9 @@ def _measure_all(run: RunFolder, config: RunConfig, spec: TargetSpec, wanted: st
                     prompts[source],
                     servers,
                     config.benchmark,
-                    judge_model=judge_model,
+                    measure_tie=measure_tie,
                     bigrams=bigrams,
-                    predict=predictor.counts,
+                    predict=predict,
                     step=steps,
                 )
                 measurement = measurement.model_copy(
@@ -138,6 +149,24 @@ def _measure_all(run: RunFolder, config: RunConfig, spec: TargetSpec, wanted: st
                 write_json(_raw_path(run, source, wanted), measurement.model_dump(), indent=None)
                 found[source] = measurement
     return [measurement for measurement in found.values() if measurement is not None]
+
+
+def _truths(
+    run: RunFolder, config: RunConfig, spec: TargetSpec, servers: dict[Side, Server], dtype: str
+) -> tuple[Measure, Predict]:
+    """How ties are measured and replies replayed: with the target in this process where it fits, or not at all.
+
+    Real servers are judged through themselves: their kernels are what may flip a tie.
+    """
+    num_draft_tokens = config.benchmark.num_draft_tokens
+    through_servers = ServerJudge(off=servers["off"], on=servers["on"])
+    weight_bytes = sum(path.stat().st_size for path in spec.folder.glob("*.safetensors"))
+    if weight_bytes > psutil.virtual_memory().available * _MEMORY_SHARE:
+        logger.warning("target of %d bytes does not fit here: no replay of the served replies", weight_bytes)
+        return through_servers, lambda replies: [None] * len(replies)
+    model = load_judge(spec, dtype)
+    predict = Predictor(run.export, spec, model, num_draft_tokens).counts
+    return (LocalJudge(model, num_draft_tokens) if config.server.kind == "embedded" else through_servers), predict
 
 
 class _Steps:
@@ -195,6 +224,7 @@ def _servers(
     num_draft_tokens = config.benchmark.num_draft_tokens
     with ExitStack() as stack:
         if config.server.kind == "embedded":
+            run.logs.mkdir(parents=True, exist_ok=True)
             engine = config.server.engine.model_copy(update={"dtype": config.benchmark.dtype, "port": 0})
             off = stack.enter_context(
                 EngineProcess(spec.folder, config=engine, api_key=api_key, log=run.logs / "benchmark-off.log")

@@ -1,14 +1,15 @@
 """Is a reply with the draft the target's own? Each one is *identical*, a *tie*, or *wrong*.
 
 Verifying K + 1 tokens and decoding one use different matrix shapes, so in low precision near-ties may
-flip. At the first difference the target itself judges, in this process and in the served precision: a
-*tie* if its gap between the two tokens is at most ε, the largest |Δlogit| measured between its one-token
-and its (K + 1)-token forwards on that prefix; otherwise *wrong*. In fp32 all replies should be identical.
+flip. At the first difference the target itself judges: a *tie* if its gap between the two tokens is at most
+ε, the largest |Δlogit| measured between its one-token and its (K + 1)-token forwards on that prefix;
+otherwise *wrong*. In fp32 all replies should be identical. A target that fits into this process is measured
+here (`LocalJudge`), a larger one through its own two servers (`eyas.speculate.server_judge`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,36 +50,42 @@ def first_difference(expected: Sequence[int], seen: Sequence[int]) -> int | None
     return None if len(expected) == len(seen) else min(len(expected), len(seen))
 
 
-def judge(model: Any, prompt: Sequence[int], expected: Sequence[int], seen: Sequence[int], num_draft_tokens: int) -> Verdict:
+Measure = Callable[[list[int], list[int], tuple[int, int]], tuple[float, float]]
+"""(prompt ids, common part of both replies, the two tokens that follow) → (gap, ε), each at least 0."""
+
+
+def judge(measure: Measure, prompt: list[int], expected: list[int], seen: list[int]) -> Verdict:
     """Compare a greedy reply (`seen`, with the draft) with the one without (`expected`); a length that differs is wrong."""
     position = first_difference(expected, seen)
     if position is None:
         return Verdict(outcome="identical")
     if position >= min(len(expected), len(seen)):
         return Verdict(outcome="wrong", position=position)
-    gap, epsilon = measure_tie(
-        model, [*prompt, *expected[:position]], (expected[position], seen[position]), num_draft_tokens, num_decoded=position
-    )
+    gap, epsilon = measure(prompt, expected[:position], (expected[position], seen[position]))
     return Verdict(outcome="tie" if gap <= epsilon else "wrong", position=position, gap=gap, epsilon=epsilon)
 
 
-@torch.inference_mode()
-def measure_tie(
-    model: Any, prefix: Sequence[int], tokens: tuple[int, int], num_draft_tokens: int, *, num_decoded: int
-) -> tuple[float, float]:
-    """(gap, ε) after `prefix`: |Δlogit| of the two `tokens`, and the largest |Δlogit| between the two ways to decode.
+@dataclass(frozen=True)
+class LocalJudge:
+    """Measures with the target in this process, in the served precision."""
 
-    The last `num_decoded` tokens of the prefix (32 at most, in whole windows of K + 1) are fed one by one
-    and again in windows of K + 1; ε is taken over the vocabulary and the positions of the last window.
-    """
-    window = num_draft_tokens + 1
-    # At least one window, where the prefix allows: the last token may still belong to the prompt.
-    num_windows = max(1, min(num_decoded, _DECODED_TOKENS) // window)
-    start = max(len(prefix) - num_windows * window, 0)
-    single = _decode(model, prefix, start, 1)[-window:]  # [<= K+1, V]
-    multiple = _decode(model, prefix, start, window)[-window:]
-    gap = (single[-1, tokens[0]] - single[-1, tokens[1]]).abs().item()
-    return gap, (single - multiple).abs().max().item()
+    model: Any
+    num_draft_tokens: int
+
+    @torch.inference_mode()
+    def __call__(self, prompt: list[int], common: list[int], tokens: tuple[int, int]) -> tuple[float, float]:
+        """Logits after `prompt + common`: |Δ| of the two tokens, and the largest |Δ| between the two ways to decode.
+
+        The end of `common` (32 tokens at most, in whole windows of K + 1, at least one window) is fed one by
+        one and again in windows of K + 1; ε is taken over the vocabulary and the positions of the last window.
+        """
+        prefix, window = [*prompt, *common], self.num_draft_tokens + 1
+        num_windows = max(1, min(len(common), _DECODED_TOKENS) // window)
+        start = max(len(prefix) - num_windows * window, 0)
+        single = _decode(self.model, prefix, start, 1)[-window:]  # [<= K+1, V]
+        multiple = _decode(self.model, prefix, start, window)[-window:]
+        gap = (single[-1, tokens[0]] - single[-1, tokens[1]]).abs().item()
+        return gap, (single - multiple).abs().max().item()
 
 
 def _decode(model: Any, prefix: Sequence[int], start: int, step: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ made at the same load.
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,12 +20,12 @@ from eyas.speculate.baselines import BigramTable, bigram_counts, prompt_lookup_c
 from eyas.speculate.config import BenchmarkConfig
 from eyas.speculate.load import Block, Server, run_block
 from eyas.speculate.loops import loop_free_tokens
-from eyas.speculate.lossless import Verdict, judge
+from eyas.speculate.lossless import Measure, Verdict, judge
 from eyas.speculate.results import Row, SetMeasurement, Side, TimedBlock
 from eyas.speculate.sets import BenchmarkPrompt
 
-Predict = Callable[[Sequence[tuple[list[int], list[int]]]], list[AcceptCounts]]
-"""(prompt ids, reply ids) of some greedy replies → counts of the replay of each."""
+Predict = Callable[[Sequence[tuple[list[int], list[int]]]], Sequence[AcceptCounts | None]]
+"""(prompt ids, reply ids) of some greedy replies → counts of the replay of each; None where none can be made here."""
 
 _SIDES: tuple[Side, ...] = ("off", "on", "on", "off")
 
@@ -36,7 +36,7 @@ def measure_set(
     servers: dict[Side, Server],
     config: BenchmarkConfig,
     *,
-    judge_model: Any,
+    measure_tie: Measure,
     bigrams: BigramTable,
     predict: Predict,
     step: Callable[[str], None],
@@ -56,14 +56,14 @@ def measure_set(
     predicted = predict([(prompt.input_ids, reply) for prompt, reply in zip(prompts, expected, strict=True)])
     step("replayed")
     rows = [
-        _row(prompt, wanted.output_ids, tokens, seen, config.num_draft_tokens, judge_model, bigrams, replayed)
+        _row(prompt, wanted.output_ids, tokens, seen, config.num_draft_tokens, measure_tie, bigrams, replayed)
         for prompt, wanted, tokens, seen, replayed in zip(prompts, reference.replies, free, counted.replies, predicted, strict=True)
     ]
     step("compared")
     blocks: list[TimedBlock] = []
     for concurrency in config.concurrency:
         count = max(config.timed_prompts, 2 * concurrency)
-        blocks += _timed_blocks(prompts[:count], caps[:count], servers, concurrency, config, judge_model, step)
+        blocks += _timed_blocks(prompts[:count], caps[:count], servers, concurrency, config, measure_tie, step)
     return SetMeasurement(name=name, rows=rows, blocks=blocks)
 
 
@@ -78,12 +78,12 @@ def _row(
     num_free: int,
     seen: Any,
     num_draft_tokens: int,
-    judge_model: Any,
+    measure_tie: Measure,
     bigrams: BigramTable,
-    predicted: AcceptCounts,
+    predicted: AcceptCounts | None,
 ) -> Row:
     expected = reference_ids[:num_free]
-    verdict = judge(judge_model, prompt.input_ids, expected, seen.output_ids, num_draft_tokens)
+    verdict = judge(measure_tie, prompt.input_ids, expected, seen.output_ids)
     counts = seen.counts or AcceptCounts()
     drafters = {
         "bigram": bigram_counts(bigrams, expected, num_draft_tokens),
@@ -101,12 +101,14 @@ def _row(
         verifications=counts.verifications,
         accepted=counts.accepted,
         baselines={name: (item.verifications, item.accepted) for name, item in drafters.items()},
-        predicted=(predicted.verifications, predicted.accepted),
+        predicted=(predicted.verifications, predicted.accepted) if predicted else None,
     )
 
 
 def _difference(verdict: Verdict) -> dict[str, float | int | None]:
-    return {key: value for key, value in dataclasses.asdict(verdict).items() if key != "outcome" and value is not None}
+    """What JSON can hold of a verdict: an infinite gap is left out."""
+    numbers = {"position": verdict.position, "gap": verdict.gap, "epsilon": verdict.epsilon}
+    return {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
 
 
 def _timed_blocks(
@@ -115,7 +117,7 @@ def _timed_blocks(
     servers: dict[Side, Server],
     concurrency: int,
     config: BenchmarkConfig,
-    judge_model: Any,
+    measure_tie: Measure,
     step: Callable[[str], None],
 ) -> list[TimedBlock]:
     blocks: list[TimedBlock] = []
@@ -127,7 +129,7 @@ def _timed_blocks(
         own = {reply.id: reply.output_ids for reply in made[0][1].replies}
         for side, block in made:
             verdicts = [
-                judge(judge_model, prompt.input_ids, own[reply.id], reply.output_ids, config.num_draft_tokens)
+                judge(measure_tie, prompt.input_ids, own[reply.id], reply.output_ids)
                 for prompt, reply in zip(prompts, block.replies, strict=True)
                 if side == "on"
             ]

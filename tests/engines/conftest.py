@@ -99,10 +99,11 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("logs")
 
 
+RunVllm = Callable[[dict[str, Any]], dict[str, Any]]
+
+
 @pytest.fixture(scope="session")
-def vllm_generate(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def vllm_generate(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunVllm:
     """Run one job of `engines/vllm/generate.py` and return its result."""
     python = engine_python(request, "vllm")
 

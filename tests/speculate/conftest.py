@@ -49,6 +49,16 @@ def greedy(model: Any, prompt: list[int], cap: int, stop: list[int]) -> list[int
     return ids[len(prompt) :]
 
 
+@torch.inference_mode()
+def top_logprobs(model: Any, prompt: list[int], reply: list[int], count: int) -> list[list[tuple[float, int, None]]]:
+    """SGLang's shape: per generated token the likeliest as [log-probability, id, text or null]."""
+    logprobs = model(torch.tensor([[*prompt, *reply]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return [
+        [(value, token, None) for value, token in zip(*row, strict=True)]
+        for row in zip(*map(torch.Tensor.tolist, logprobs.topk(count)), strict=True)
+    ]
+
+
 @dataclass
 class FakeEngine:
     """Speaks `/generate` and `/server_info`; with `accepted` set it claims that many accepted drafts per verification."""
@@ -77,6 +87,8 @@ class FakeEngine:
         if self.accepted is not None:
             verifications = -(-(len(ids) - 1) // (1 + self.accepted))
             meta |= {"spec_verify_ct": verifications, "spec_num_correct_drafts": verifications * self.accepted}
+        if body.get("return_logprob"):
+            meta["output_top_logprobs"] = top_logprobs(self.model, body["input_ids"], ids, body["top_logprobs_num"])
         return JSONResponse({"text": "", "output_ids": ids, "meta_info": meta | self.meta_changes}, status_code=self.status)
 
     async def server_info(self, request: Request) -> JSONResponse:

@@ -8,10 +8,14 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from eyas.speculate.lossless import first_difference, judge, measure_tie
+from eyas.speculate.lossless import LocalJudge, first_difference, judge
 from tests.speculate.conftest import greedy as slow_greedy
 
 K = 3
+
+
+def refuse(*args: object) -> tuple[float, float]:
+    raise AssertionError("nothing is to be measured here")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +33,7 @@ def test_first_difference(expected: list[int], seen: list[int], position: int | 
 
 def test_equal_replies_are_identical_and_cost_no_forward(greedy: tuple[list[int], list[int]]) -> None:
     prompt, reply = greedy
-    assert judge(None, prompt, reply, list(reply), K).outcome == "identical"
+    assert judge(refuse, prompt, reply, list(reply)).outcome == "identical"
 
 
 @pytest.mark.parametrize("position", [0, 1, 5, 30])
@@ -37,7 +41,7 @@ def test_token_the_target_would_not_choose_is_wrong(model: Any, greedy: tuple[li
     prompt, reply = greedy
     seen = list(reply)
     seen[position] = (reply[position] + 1) % 96
-    verdict = judge(model, prompt, reply, seen, K)
+    verdict = judge(LocalJudge(model, K), prompt, reply, seen)
     assert (verdict.outcome, verdict.position) == ("wrong", position)
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + reply[:position]])).logits[0, -1]
@@ -46,8 +50,8 @@ def test_token_the_target_would_not_choose_is_wrong(model: Any, greedy: tuple[li
 
 def test_reply_that_is_cut_or_goes_on_is_wrong(greedy: tuple[list[int], list[int]]) -> None:
     prompt, reply = greedy
-    assert judge(None, prompt, reply, reply[:-1], K).outcome == "wrong"
-    assert judge(None, prompt, reply, [*reply, 1], K).outcome == "wrong"
+    assert judge(refuse, prompt, reply, reply[:-1]).outcome == "wrong"
+    assert judge(refuse, prompt, reply, [*reply, 1]).outcome == "wrong"
 
 
 def test_exact_tie_of_the_target_is_a_tie(model: Any, greedy: tuple[list[int], list[int]]) -> None:
@@ -60,7 +64,7 @@ def test_exact_tie_of_the_target_is_a_tie(model: Any, greedy: tuple[list[int], l
         twin.weight[other] = twin.weight[reply[7]]
     original, model.lm_head = model.lm_head, twin
     try:
-        verdict = judge(model, prompt, reply, [*reply[:7], other, *reply[8:]], K)
+        verdict = judge(LocalJudge(model, K), prompt, reply, [*reply[:7], other, *reply[8:]])
     finally:
         model.lm_head = original
     assert (verdict.outcome, verdict.gap) == ("tie", 0.0)
@@ -68,9 +72,8 @@ def test_exact_tie_of_the_target_is_a_tie(model: Any, greedy: tuple[list[int], l
 
 def test_epsilon_grows_with_the_rounding_of_the_precision(model: Any, greedy: tuple[list[int], list[int]]) -> None:
     prompt, reply = greedy
-    prefix = prompt + reply[:30]
-    _, fine = measure_tie(model, prefix, (1, 2), K, num_decoded=30)
+    _, fine = LocalJudge(model, K)(prompt, reply[:30], (1, 2))
     low = LlamaForCausalLM(model.config).eval()
     low.load_state_dict(model.state_dict())
-    _, coarse = measure_tie(low.bfloat16(), prefix, (1, 2), K, num_decoded=30)
+    _, coarse = LocalJudge(low.bfloat16(), K)(prompt, reply[:30], (1, 2))
     assert fine < 1e-5 < coarse < 0.1

@@ -12,6 +12,7 @@ from eyas.speculate.accept import AcceptCounts
 from eyas.speculate.baselines import BigramTable
 from eyas.speculate.config import BenchmarkConfig
 from eyas.speculate.load import Server, run_block
+from eyas.speculate.lossless import LocalJudge
 from eyas.speculate.measure import measure_set, num_steps
 from eyas.speculate.results import SetMeasurement
 from eyas.speculate.sets import BenchmarkPrompt
@@ -33,7 +34,7 @@ def measure(model: Any, draft: FakeEngine, config: BenchmarkConfig = CONFIG) -> 
             PROMPTS,
             {"off": server(off, has_draft=False), "on": server(on, has_draft=True)},
             config,
-            judge_model=model,
+            measure_tie=LocalJudge(model, config.num_draft_tokens),
             bigrams=BigramTable({}),
             predict=lambda pairs: [AcceptCounts(verifications=len(reply), accepted=1) for _, reply in pairs],
             step=steps.append,
