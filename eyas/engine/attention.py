@@ -38,7 +38,7 @@ class DecodePlan:
     `tables` are the requests' page numbers, `positions` [B, Q] the positions of the rows (ascending per request).
     """
 
-    def __init__(self, tables: list[list[int]], positions: np.ndarray, *, queries_per_kv: int) -> None:
+    def __init__(self, tables: list[list[int]], positions: np.ndarray) -> None:
         self.num_requests, self.num_queries = positions.shape
         counts = positions[:, -1] // PAGE + 1
         width = int(counts.max())
@@ -69,16 +69,16 @@ class DecodePlan:
         self.is_padded = not bool(is_real.all())
         self.padding = torch.from_numpy(~is_real)[:, :, None, None]  # [B, W, 1, 1]
         keys = first[:, None] + np.arange(PAGE)  # [P, 64] position of every key
-        hidden = keys[:, None] > positions[owner][:, :, None]  # [P, Q, 64]
-        rows = np.repeat(hidden, queries_per_kv, axis=1) if self.num_queries > 1 else hidden
-        self.hidden = torch.from_numpy(rows)[:, None]  # [P, 1, Q*G or 1, 64]
-        self._masks: dict[torch.dtype, Tensor] = {}
+        self._hidden = torch.from_numpy(keys[:, None] > positions[owner][:, :, None])  # [P, Q, 64]
+        self._masks: dict[tuple[torch.dtype, int], Tensor] = {}
 
-    def mask(self, dtype: torch.dtype) -> Tensor:
-        """Additive mask [P, 1, Q*G or 1, 64]."""
-        if dtype not in self._masks:
-            self._masks[dtype] = torch.zeros(self.hidden.shape, dtype=dtype).masked_fill_(self.hidden, _MASKED)
-        return self._masks[dtype]
+    def mask(self, dtype: torch.dtype, groups: int) -> Tensor:
+        """Additive mask [P, 1, Q*G or 1, 64] for `groups` = G query heads per key head."""
+        key = (dtype, groups)
+        if key not in self._masks:
+            mask = torch.zeros(self._hidden.shape, dtype=dtype).masked_fill_(self._hidden, _MASKED)[:, None]
+            self._masks[key] = mask.repeat_interleave(groups, dim=2) if self.num_queries > 1 else mask
+        return self._masks[key]
 
 
 def attend_pages(q: Tensor, cache: Tensor, plan: DecodePlan) -> Tensor:
@@ -99,7 +99,7 @@ def attend_pages(q: Tensor, cache: Tensor, plan: DecodePlan) -> Tensor:
     num_pages = keys.shape[0]
     of_page = rows.index_select(0, plan.owner).view(num_pages * num_kv, -1, head_dim)
     scores = torch.bmm(of_page, keys.view(-1, PAGE, head_dim).transpose(1, 2))  # [P*kv, Q*G, 64]
-    scores.view(num_pages, num_kv, -1, PAGE).add_(plan.mask(q.dtype))
+    scores.view(num_pages, num_kv, -1, PAGE).add_(plan.mask(q.dtype, groups))
     weights = torch.softmax(scores, dim=-1)
     out = torch.bmm(weights, values.view(-1, PAGE, head_dim)).view(num_pages, num_kv, -1, head_dim)
     if plan.local.shape[1] == 1:

@@ -19,6 +19,7 @@ import torch
 import uvicorn
 
 from eyas.engine.config import EngineConfig
+from eyas.engine.draft_model import DraftModel
 from eyas.engine.model import TargetModel, check_supported, choose_dtype
 from eyas.engine.pages import PAGE, PagePool
 from eyas.engine.runner import TargetRunner
@@ -26,6 +27,7 @@ from eyas.engine.scheduler import Runner, Scheduler
 from eyas.engine.scripted import ScriptedRunner
 from eyas.engine.server import create_app
 from eyas.engine.service import Service
+from eyas.engine.speculation import SpeculativeRunner
 from eyas.errors import ConfigError
 from eyas.target.config import TargetConfig
 from eyas.target.spec import TargetSpec, load_target
@@ -66,9 +68,21 @@ def build_service(launch: Launch) -> Service:
         check_supported(spec)
         dtype = choose_dtype(config.dtype)
         model = TargetModel(spec, dtype)
-        pool = _pool(spec, config, dtype, num_layers=spec.num_layers)
+        kv_heads = [spec.num_kv_heads] * spec.num_layers
         args["dtype"] = str(dtype).removeprefix("torch.")
-        runner = TargetRunner(model, pool, end_ids)
+        if launch.draft_dir is None:
+            runner = TargetRunner(model, make_pool(spec, config, dtype, kv_heads), end_ids)
+        else:
+            draft = DraftModel(launch.draft_dir, model)
+            pool = make_pool(spec, config, dtype, [*kv_heads, draft.spec.num_kv_heads])
+            runner = SpeculativeRunner(model, draft, pool, end_ids, launch.num_draft_tokens)
+            args |= {
+                "speculative_algorithm": "EAGLE3",
+                "speculative_draft_model_path": str(launch.draft_dir),
+                "speculative_num_steps": launch.num_draft_tokens,
+                "speculative_eagle_topk": 1,
+                "speculative_num_draft_tokens": launch.num_draft_tokens + 1,
+            }
     scheduler = Scheduler(
         runner,
         end_ids=end_ids,
@@ -91,12 +105,13 @@ def build_service(launch: Launch) -> Service:
     )
 
 
-def _pool(spec: TargetSpec, config: EngineConfig, dtype: torch.dtype, *, num_layers: int) -> PagePool:
-    bytes_per_token = num_layers * 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+def make_pool(spec: TargetSpec, config: EngineConfig, dtype: torch.dtype, kv_heads: list[int]) -> PagePool:
+    """The KV cache of `max_total_tokens`, or of what a quarter of the free memory holds."""
+    bytes_per_token = 2 * sum(kv_heads) * spec.head_dim * dtype.itemsize
     affordable = int(psutil.virtual_memory().available * _CACHE_SHARE_OF_MEMORY) // bytes_per_token
     tokens = config.max_total_tokens or min(config.max_running_requests * spec.context_length, affordable)
     num_pages = max(tokens, spec.context_length) // PAGE + 2  # one request of full length always fits
-    return PagePool(num_layers=num_layers, num_pages=num_pages, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype)
+    return PagePool(kv_heads=kv_heads, num_pages=num_pages, head_dim=spec.head_dim, dtype=dtype)
 
 
 def listen_on(host: str, port: int) -> socket.socket:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -27,6 +28,8 @@ from eyas.errors import ConfigError
 from eyas.files import read_json
 from eyas.target.spec import TargetSpec
 
+_POSITIONS_BEYOND = 64
+"""Drafts may reach past the context; what they find there is never part of a reply."""
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -43,12 +46,22 @@ class Step:
     spans: list[PromptSpan] = field(default_factory=list)
 
 
+class TensorSource(Protocol):
+    """Where a layer takes its tensors from, by name."""
+
+    def take(self, name: str) -> Tensor:
+        """The tensor `name`."""
+
+    def optional(self, name: str) -> Tensor | None:
+        """The tensor `name`, or None."""
+
+
 class Rotary:
     """Tables of cosines and signed sines for the positions of one model; queries are scaled by 1/sqrt(D) on the way."""
 
     def __init__(self, config: PretrainedConfig, head_dim: int, num_positions: int, dtype: torch.dtype) -> None:
         frequencies, factor = _rope_frequencies(config, head_dim)
-        angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies.float()
+        angles = torch.arange(num_positions + _POSITIONS_BEYOND, dtype=torch.float32)[:, None] * frequencies.float()
         self.cos = (torch.cat([angles.cos()] * 2, -1) * factor).to(dtype)  # [positions, D]
         sin = angles.sin() * factor
         self.sin = torch.cat([-sin, sin], -1).to(dtype)
@@ -67,7 +80,7 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 class Attention:
     """Self-attention of one layer: fused q, k, v product, rotary positions, cache write, output product with residual."""
 
-    def __init__(self, tensors: Weights, prefix: str, *, num_heads: int, num_kv: int, head_dim: int, eps: float) -> None:
+    def __init__(self, tensors: TensorSource, prefix: str, *, num_heads: int, num_kv: int, head_dim: int, eps: float) -> None:
         self.num_heads, self.num_kv, self.head_dim, self.eps = num_heads, num_kv, head_dim, eps
         names = [f"{prefix}{name}_proj" for name in "qkv"]
         biases = [tensors.optional(f"{name}.bias") for name in names]
@@ -105,7 +118,7 @@ class Attention:
 class Mlp:
     """down(silu(gate(x)) · up(x)) + residual, the elementwise parts riding on the matrix products."""
 
-    def __init__(self, tensors: Weights, prefix: str) -> None:
+    def __init__(self, tensors: TensorSource, prefix: str) -> None:
         self.gate, self.up, self.down = (Linear(tensors.take(f"{prefix}{name}_proj.weight")) for name in ("gate", "up", "down"))
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:

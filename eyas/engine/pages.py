@@ -19,12 +19,12 @@ PAGE = 64
 
 
 class PagePool:
-    """`num_layers` caches over `num_pages` shared pages; page tables belong to the requests."""
+    """A cache per layer (`kv_heads` of each) over `num_pages` shared pages; page tables belong to the requests."""
 
-    def __init__(self, *, num_layers: int, num_pages: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, *, kv_heads: list[int], num_pages: int, head_dim: int, dtype: torch.dtype) -> None:
         self.num_pages = num_pages
         # zeros are committed by the kernel page by page, on first use
-        self.layers = [torch.zeros(2, num_pages, num_kv_heads, PAGE, head_dim, dtype=dtype) for _ in range(num_layers)]
+        self.layers = [torch.zeros(2, num_pages, num_heads, PAGE, head_dim, dtype=dtype) for num_heads in kv_heads]
         self._free = list(range(num_pages))  # a heap: low numbers first keep the used part of the pool short
         self._page_of_prefix: dict[bytes, int] = {}
         self._prefix_of_page: dict[int, bytes] = {}
@@ -33,11 +33,6 @@ class PagePool:
     def num_free(self) -> int:
         """Pages that no request holds."""
         return len(self._free)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token over all layers."""
-        return sum(layer[:, 0].numel() * layer.element_size() for layer in self.layers) // PAGE
 
     def take(self, count: int) -> list[int]:
         """`count` pages, whose remembered contents are forgotten; the caller has checked `num_free`."""

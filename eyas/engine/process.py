@@ -80,6 +80,8 @@ class EngineProcess:
         """Start and wait until the server is ready; raises `ConfigError` (its exit code 2) or `ServerError`."""
         from eyas.engine.launch import listen_on
 
+        if self._log is not None:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
         bound = listen_on("127.0.0.1", self._config.port)
         host, port = bound.getsockname()[:2]
         self.url = f"http://{host}:{port}"

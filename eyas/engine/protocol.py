@@ -80,8 +80,8 @@ def parse_generate(raw: Any) -> tuple[GenerateBody, list[Item], bool]:
     try:
         body = GenerateBody.model_validate(raw)
     except ValidationError as error:
-        items = [{**item, "loc": ("body", *item["loc"])} for item in error.errors(include_url=False, include_context=False)]
-        raise MalformedBody(items) from error
+        wrong = [{**item, "loc": ("body", *item["loc"])} for item in error.errors(include_url=False, include_context=False)]
+        raise MalformedBody(wrong) from error
     source: Any = body.input_ids if body.input_ids is not None else body.text
     if source is None:
         raise BadRequest("Either text, input_ids or input_embeds should be provided.")

@@ -36,6 +36,10 @@ class Logprobs:
     top: list[list[TokenLogprob] | None] = field(default_factory=list)
     asked: list[list[TokenLogprob] | None] = field(default_factory=list)
 
+    def cut(self, length: int) -> None:
+        """Drop what stands past `length` positions."""
+        del self.tokens[length:], self.top[length:], self.asked[length:]
+
 
 @dataclass(kw_only=True)
 class SpecCounts:
@@ -101,6 +105,15 @@ class Request:
         self.output_ids, self.drafts = [], []
         self.input_logprobs, self.output_logprobs = Logprobs(), Logprobs()
         self.spec = None
+
+    def count_verification(self, proposed: int, accepted: int) -> None:
+        """Count one verification of `proposed` drafts, of which `accepted` are part of the reply."""
+        if self.spec is None:
+            self.spec = SpecCounts(histogram=[0] * (proposed + 1))
+        self.spec.verifications += 1
+        self.spec.proposed += proposed
+        self.spec.accepted += accepted
+        self.spec.histogram[accepted] += 1
 
     def meta_info(self) -> dict[str, Any]:
         """What SGLang 0.5.23 reports beside text and ids, with its names; times are Unix seconds, durations seconds."""

@@ -22,17 +22,22 @@ class TargetRunner:
     """Runs a `TargetModel` over a `PagePool`, one token per request and step."""
 
     tokens_per_step = 1
+    num_drafts = 0
 
     def __init__(self, model: TargetModel, pool: PagePool, end_ids: set[int]) -> None:
         self.model, self.pool, self.end_ids = model, pool, end_ids
         self.num_pages = pool.num_pages
-        self._groups = model.spec.num_heads // model.spec.num_kv_heads
 
     def page_keys(self, request: Request) -> list[bytes]:
         """Keys of the prompt's full pages; a request that wants the prompt's log-probabilities shares none."""
         if request.logprob_options is not None and request.logprob_options.start >= 0:
             return []
-        return page_keys(request.prompt_ids, lookahead=self.tokens_per_step > 1, namespace=request.namespace)
+        return page_keys(request.prompt_ids, lookahead=min(1, self.num_drafts), namespace=request.namespace)
+
+    def first_unknown(self, keys: list[bytes]) -> bytes | None:
+        """The first of `keys` whose page is nowhere in the cache, or None."""
+        num_known = len(self.pool.find_prefix(keys))
+        return keys[num_known] if num_known < len(keys) else None
 
     def reuse_prefix(self, request: Request, count: int) -> None:
         """Take `count` pages and copy the longest known head of the prompt into them."""
@@ -75,7 +80,7 @@ class TargetRunner:
         num_queries = len(inputs[0]) if inputs else 0
         starts = np.array([request.num_tokens - 1 for request in decoding], dtype=np.int64)
         positions = starts[:, None] + np.arange(num_queries)  # [B, Q]
-        plan = DecodePlan([request.pages for request in decoding], positions, queries_per_kv=self._groups) if decoding else None
+        plan = DecodePlan([request.pages for request in decoding], positions) if decoding else None
         tokens = [token for row in inputs for token in row]
         where = [positions.reshape(-1)]
         tables = [

@@ -26,10 +26,15 @@ class Runner(Protocol):
 
     num_pages: int
     tokens_per_step: int
-    """Positions that a step may write per request: 1, or K + 1 when speculating."""
+    """Positions from a request's last token on that a step may write: 1, or 2 K when speculating."""
+    num_drafts: int
+    """K, or 0 without speculation."""
 
     def page_keys(self, request: Request) -> list[bytes]:
         """Keys under which the request's prompt pages may be shared."""
+
+    def first_unknown(self, keys: list[bytes]) -> bytes | None:
+        """The first of `keys` whose page is nowhere in the cache, or None."""
 
     def reuse_prefix(self, request: Request, count: int) -> None:
         """Take `count` pages for the request and copy what is known of its prompt into them."""
@@ -176,17 +181,23 @@ class Scheduler(threading.Thread):
         self.stats.count_step(num_new, sum(count for _, count in pieces), time.perf_counter() - started)
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.max_running:
-            request = self._waiting[0]
+        """Start waiting requests in order; one whose head is just being computed for another waits, to copy it then."""
+        computing = {key for request in self._running if not request.is_prefilled for key in request.page_keys}
+        for request in list(self._waiting):
+            if len(self._running) == self.max_running:
+                return
+            request.page_keys = request.page_keys or self._runner.page_keys(request)
+            if self._runner.first_unknown(request.page_keys) in computing:
+                continue
             count = (len(request.prompt_ids) + self._runner.tokens_per_step) // PAGE + 1
             reserve = len(self._running)  # each running request may need a page before long
             if self._running and self._runner.num_free_pages() < count + reserve:
                 return
-            self._waiting.popleft()
+            self._waiting.remove(request)
             request.started_at = request.started_at or time.time()
-            request.page_keys = self._runner.page_keys(request)
             self._runner.reuse_prefix(request, count)
             self._running.append(request)
+            computing.update(request.page_keys)
 
     def _grow(self, decoding: list[Request]) -> list[Request]:
         """Give every decoding request the pages of its next step; without enough, the youngest start again later."""
@@ -232,8 +243,9 @@ class Scheduler(threading.Thread):
             if reason is not None:
                 break
         num_new = len(request.output_ids) - num_before
-        if request.spec is not None:
-            pass
+        request.output_logprobs.cut(len(request.output_ids))
+        if num_before and self._runner.num_drafts:  # the first token comes from the prompt, not from a verification
+            request.count_verification(self._runner.num_drafts, accepted=min(num_new, len(tokens) - 1))
         if reason is not None:
             self._release(request)
             self._finish(request, reason)

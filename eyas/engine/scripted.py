@@ -26,6 +26,7 @@ class ScriptedRunner:
     """Gives out a scripted reply token by token; has no cache, so pages are never short."""
 
     tokens_per_step = 1
+    num_drafts = 0
     num_pages = 1 << 20
 
     def __init__(self, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str], end_id: int) -> None:
@@ -34,6 +35,10 @@ class ScriptedRunner:
     def page_keys(self, request: Request) -> list[bytes]:
         """None: nothing is cached."""
         return []
+
+    def first_unknown(self, keys: list[bytes]) -> bytes | None:
+        """None: nothing is cached."""
+        return None
 
     def reuse_prefix(self, request: Request, count: int) -> None:
         """Nothing to take."""
