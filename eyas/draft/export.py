@@ -1,0 +1,141 @@
+"""Export of the best draft: exactly the tensors and keys that SGLang and vLLM read, and a loader that is strict.
+
+Both engines ignore or miss unknown names in their own ways (SGLang silently, leaving random weights), so the
+exact set is checked here, when written and when read. Embeddings are absent by intent: both engines take the
+target's.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from eyas.config import RunConfig
+from eyas.draft.card import model_card
+from eyas.draft.checkpoint import load_checkpoint, named_checkpoint
+from eyas.draft.corpus import check_map, read_map
+from eyas.draft.spec import DraftSpec
+from eyas.errors import ArtifactError
+from eyas.files import read_json, write_bytes, write_json
+from eyas.manifest import Counts, Manifest, file_entries, fingerprint, finished_manifest, load_manifest, now
+from eyas.progress import Progress, Report, silent
+from eyas.target.spec import load_target
+from eyas.workspace import RunFolder
+
+VERSION = 1
+STAGE = "export"
+EXPORT_DTYPE = torch.bfloat16
+CONFIG, MODEL, CARD = "config.json", "model.safetensors", "README.md"
+
+
+def export_draft(run: RunFolder, config: RunConfig, report: Report = silent) -> Manifest:
+    """Write the best checkpoint of `run` to `draft/export/` and read it back strictly; returns its manifest.
+
+    Raises `ArtifactError` for a checkpoint with missing, extra, wrongly shaped, not finite or all-zero tensors.
+    """
+    trained = load_manifest(run.draft)
+    prompts = {dataset.name: dataset.license for dataset in config.prompts.datasets}
+    print_ = fingerprint(STAGE, VERSION, inputs={"train": trained.digest()}, config={"datasets": prompts})
+    finished = finished_manifest(run.export, print_)
+    if finished is not None:
+        return finished
+    started_at = now()
+    target = load_target(config.target)
+    d2t, t2d = read_map(run.merged / "vocab_map.safetensors")
+    spec = DraftSpec.from_target(target, config.draft, len(d2t))
+    best = load_checkpoint(named_checkpoint(run.draft / "checkpoints", "best"))
+    tensors = {name: value.to(EXPORT_DTYPE) for name, value in best.masters.items()} | {"d2t": d2t, "t2d": t2d}
+    check_tensors(spec, tensors, str(best.folder))
+    (run.export / "manifest.json").unlink(missing_ok=True)
+    write_bytes(run.export / MODEL, save(tensors, metadata={"format": "pt"}))
+    write_json(run.export / CONFIG, spec.engine_config(str(EXPORT_DTYPE).removeprefix("torch.")))
+    write_bytes(run.export / CARD, model_card(target, spec, trained, prompts).encode())
+    load_export(run.export)
+    report(Progress(stage=STAGE, done=1, total=1, unit="drafts", is_final=True))
+    return Manifest(
+        stage=STAGE,
+        stage_version=VERSION,
+        fingerprint=print_,
+        inputs={"train": trained.digest()},
+        config={"datasets": prompts},
+        counts=Counts.of(done=1),
+        files=file_entries(run.export, [CONFIG, MODEL, CARD]),
+        figures={"accept_length": trained.figures.get("accept_length"), "step": best.state.step, "parameters": spec.num_parameters},
+        started_at=started_at,
+    ).write(run.export)
+
+
+def load_export(folder: Path) -> tuple[DraftSpec, dict[str, torch.Tensor]]:
+    """Read an exported draft strictly: its spec and its tensors by name (`d2t` and `t2d` included).
+
+    Raises `ArtifactError` naming every key or tensor that is missing, extra, wrongly shaped, not finite or all zero.
+    """
+    raw = read_json(folder / CONFIG)
+    if not isinstance(raw, dict):
+        raise ArtifactError(f"{folder / CONFIG} holds a {type(raw).__name__}, wanted an object; export the draft again")
+    spec = _spec_of(raw, folder / CONFIG)
+    try:
+        tensors = load_file(folder / MODEL)
+    except (OSError, SafetensorError) as error:
+        raise ArtifactError(f"{folder / MODEL} is not safetensors ({error}); export the draft again") from error
+    check_tensors(spec, tensors, str(folder / MODEL))
+    return spec, tensors
+
+
+def check_tensors(spec: DraftSpec, tensors: dict[str, torch.Tensor], where: str) -> None:
+    """Compare `tensors` with the exact set that `spec` wants; raises `ArtifactError` naming every fault."""
+    wanted: dict[str, tuple[int, ...]] = {**spec.tensor_shapes, "d2t": (spec.draft_vocab_size,), "t2d": (spec.vocab_size,)}
+    faults = [f"{name} is missing" for name in wanted if name not in tensors]
+    faults += [f"{name} is not expected" for name in tensors if name not in wanted]
+    for name, tensor in tensors.items():
+        if name not in wanted:
+            continue
+        if tuple(tensor.shape) != wanted[name]:
+            faults.append(f"{name} is {list(tensor.shape)}, wanted {list(wanted[name])}")
+        elif name not in ("d2t", "t2d"):
+            if not tensor.is_floating_point():
+                faults.append(f"{name} is {tensor.dtype}, wanted floating point")
+            elif not bool(torch.isfinite(tensor).all()):
+                faults.append(f"{name} is not finite")
+            elif not bool(tensor.any()):
+                faults.append(f"{name} is all zero")
+    if faults:
+        raise ArtifactError(f"draft {where}: {'; '.join(faults)}; train or export it again")
+    check_map(tensors["d2t"], tensors["t2d"], where)
+
+
+def _spec_of(raw: dict[str, Any], path: Path) -> DraftSpec:
+    """The spec that a `config.json` describes; it must say exactly what this spec would write."""
+    try:
+        rope = raw["rope_parameters"]
+        spec = DraftSpec(
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_heads=raw["num_attention_heads"],
+            num_kv_heads=raw["num_key_value_heads"],
+            head_dim=raw["head_dim"],
+            rms_norm_eps=raw["rms_norm_eps"],
+            rope_theta=rope["rope_theta"],
+            rope_scaling=raw["rope_scaling"],
+            context_length=raw["max_position_embeddings"],
+            vocab_size=raw["vocab_size"],
+            draft_vocab_size=raw["draft_vocab_size"],
+            aux_blocks=tuple(raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"]),
+            eos_token_ids=tuple(raw["eos_token_id"]),
+        )
+        wanted = spec.engine_config(raw["dtype"])
+    except (KeyError, TypeError) as error:
+        raise ArtifactError(f"{path} lacks or misspells {error}; export the draft again") from error
+    faults = [
+        f"{key} is {json.dumps(raw.get(key))}, wanted {json.dumps(value)}" for key, value in wanted.items() if raw.get(key) != value
+    ]
+    faults += [f"{key} is not expected" for key in raw if key not in wanted]
+    if faults:
+        raise ArtifactError(f"{path}: {'; '.join(faults)}; export the draft again")
+    spec.check()
+    return spec

@@ -1,0 +1,117 @@
+"""Phase 5: train the draft of a run, resumable to the bit, and select it by held-out replay.
+
+`python -m eyas.draft.train --run DIR` is the child process: config from `run.json`, SIGTERM or SIGINT saves
+after the running step and exits with 130. A run with equal inputs and settings that is finished is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from eyas.config import RunConfig, parse_config
+from eyas.draft.checkpoint import MODEL, named_checkpoint
+from eyas.draft.corpus import Corpus
+from eyas.draft.spec import DraftSpec
+from eyas.draft.trainer import Trainer
+from eyas.errors import ArtifactError, EyasError
+from eyas.files import read_json
+from eyas.manifest import Counts, Manifest, file_entries, fingerprint, finished_manifest, now, verify_manifest
+from eyas.progress import Report, recorder, silent
+from eyas.target.spec import load_target
+from eyas.workspace import RunFolder, exclusive
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+STAGE = "train"
+_NOT_IN_FINGERPRINT = {"threads", "keep_checkpoints", "log_every"}
+
+
+class Interrupted(EyasError):
+    """Training was asked to stop; its state is saved and the same command continues it."""
+
+    exit_code = 130
+
+
+def train(
+    run: RunFolder, config: RunConfig, report: Report = silent, *, should_stop: Callable[[], bool] = lambda: False
+) -> Manifest:
+    """Train until the steps are done, patience is out, or `should_stop()`; returns the manifest of `draft/`.
+
+    Raises `ArtifactError` for inputs that do not verify, `Interrupted` after saving, `EyasError` for a loss
+    that is not finite.
+    """
+    inputs = {
+        "merged": verify_manifest(run.merged).digest(),
+        "hidden": verify_manifest(run.hidden, checks_digests=False).digest(),
+    }
+    target = load_target(config.target)
+    settings = {
+        **config.draft.model_dump(mode="json", exclude=_NOT_IN_FINGERPRINT),
+        "target": target.fingerprint,
+        "num_draft_tokens": config.benchmark.num_draft_tokens,
+    }
+    print_ = fingerprint(STAGE, VERSION, inputs=inputs, config=settings)
+    with exclusive(run.draft / ".lock", f"the training of {run.root}"):
+        finished = finished_manifest(run.draft, print_)
+        if finished is not None:
+            return finished
+        (run.draft / "manifest.json").unlink(missing_ok=True)
+        started_at = now()
+        corpus = Corpus.open(run)
+        trainer = Trainer(
+            folder=run.draft,
+            corpus=corpus,
+            target=target,
+            spec=DraftSpec.from_target(target, config.draft, len(corpus.d2t)),
+            config=config.draft,
+            num_draft_tokens=config.benchmark.num_draft_tokens,
+            fingerprint=print_,
+        )
+        if not trainer.run(report, should_stop):
+            raise Interrupted(f"training of {run.root} stopped at step {trainer.state.step}; run the same command to continue")
+        best = named_checkpoint(run.draft / "checkpoints", "best")
+        unusable = corpus.unsupervised
+        manifest = Manifest(
+            stage=STAGE,
+            stage_version=VERSION,
+            fingerprint=print_,
+            inputs=inputs,
+            config=settings,
+            counts=Counts.of(done=len(set(corpus.train)), rejected=len(unusable)),
+            rejected_by_reason={"no_supervised_token": len(unusable)} if unusable else {},
+            files=file_entries(run.draft, [f"checkpoints/{best.name}/{MODEL}", "checkpoints/best"]),
+            figures=trainer.figures(),
+            started_at=started_at,
+        )
+        return manifest.write(run.draft)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry of the child process; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m eyas.draft.train", description="Train the draft of a run folder.")
+    parser.add_argument("--run", type=Path, required=True, help="run folder; the config is read from its run.json")
+    run = RunFolder(parser.parse_args(arguments).run)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    stopped: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda seen, frame: stopped.append(seen))
+    try:
+        raw = read_json(run.run_json)
+        if not isinstance(raw, dict) or not isinstance(raw.get("config"), dict):
+            raise ArtifactError(f"{run.run_json} holds no config; start the run with eyas run --run {run.root}")
+        config = parse_config(raw["config"], where=str(run.run_json))
+        train(run, config, recorder(run.progress), should_stop=lambda: bool(stopped))
+    except EyasError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
