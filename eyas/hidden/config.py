@@ -24,4 +24,7 @@ class HiddenConfig(Settings):
     min_greedy_agreement: float = Field(
         default=0.99, ge=0, le=1, description="Share of probe tokens that lm_head must reproduce, ties aside."
     )
+    reject_limit: float = Field(
+        default=0.02, ge=0, le=1, description="Share of records without states above which the stage exits with 3."
+    )
     threads: int = Field(default=0, ge=0, description="Torch threads; 0 takes every core.")

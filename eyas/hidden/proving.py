@@ -1,0 +1,89 @@
+"""The probe as a step of a run: on replies of its own datasets, once per store, remembered in `probe.json`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from eyas.config import RunConfig
+from eyas.errors import ArtifactError
+from eyas.files import read_json, write_json
+from eyas.generation.sampling import resolve_sampling
+from eyas.hidden.kind import StoreKind
+from eyas.hidden.locks import held
+from eyas.hidden.plan import checked_lines, record_rules
+from eyas.hidden.probe import ProbeReply, check_blocks, check_greedy, probe_states
+from eyas.hidden.sources.protocol import Source
+from eyas.hidden.sources.transformers import TransformersSource
+from eyas.manifest import MANIFEST_NAME
+from eyas.merging.records import RESPONSES_NAME
+from eyas.target.spec import TargetSpec
+from eyas.target.weights import load_head
+from eyas.workspace import RunFolder
+
+PROBE_NAME = "probe.json"
+_PLAIN_REPLIES = 2
+
+logger = logging.getLogger(__name__)
+
+
+def ensure_proven(run: RunFolder, config: RunConfig, spec: TargetSpec, kind: StoreKind, source: Source) -> dict[str, Any]:
+    """Prove `source` on this run's replies unless that was done for this kind of states; returns the figures.
+
+    Raises `GateError` with what is wrong. `hidden.probe_records` 0 skips the proof and is logged.
+    """
+    if not config.hidden.probe_records:
+        logger.warning("the source is not proven: hidden.probe_records=0")
+        return {}
+    with held(run.hidden / ".probe.lock"):
+        kept = _kept(run, kind)
+        if kept is not None:
+            return kept
+        figures = _prove(run, config, spec, source)
+        write_json(run.hidden / PROBE_NAME, {"kind": kind.digest(), "figures": figures})
+        return figures
+
+
+def _kept(run: RunFolder, kind: StoreKind) -> dict[str, Any] | None:
+    try:
+        kept = read_json(run.hidden / PROBE_NAME)
+    except ArtifactError:
+        return None
+    fits = isinstance(kept, dict) and kept.get("kind") == kind.digest() and isinstance(kept.get("figures"), dict)
+    return kept["figures"] if fits else None
+
+
+def _prove(run: RunFolder, config: RunConfig, spec: TargetSpec, source: Source) -> dict[str, Any]:
+    replies = probe_replies(run, config, spec)
+    states = probe_states(source, replies, spec.hidden_size)
+    figures: dict[str, Any] = {"records": len(replies), "tokens": sum(len(reply.tokens) for reply in replies)}
+    if resolve_sampling(config.generation, spec)["temperature"] == 0:
+        head = load_head(spec, torch.float32)
+        figures |= check_greedy(states, replies, head, spec, config.hidden.min_greedy_agreement)
+    else:
+        logger.info("replies were sampled above temperature 0: greedy agreement with them is not asked for")
+    if isinstance(source, TransformersSource):
+        checks = [
+            check_blocks(state, source.plain_forward(reply.tokens), spec)
+            for state, reply in list(zip(states, replies, strict=True))[:_PLAIN_REPLIES]
+        ]
+        figures["state_errors"] = {name: max(check[name] for check in checks) for name in checks[0]}
+    return figures
+
+
+def probe_replies(run: RunFolder, config: RunConfig, spec: TargetSpec) -> list[ProbeReply]:
+    """The first usable replies of every dataset that is generated, in equal parts; ids are random, so they are a fair sample."""
+    names = [item.name for item in config.prompts.datasets if (run.responses(item.name) / MANIFEST_NAME).is_file()]
+    replies: list[ProbeReply] = []
+    for left, name in zip(range(len(names), 0, -1), names, strict=True):
+        share = -(-(config.hidden.probe_records - len(replies)) // left)
+        for line in checked_lines(run.responses(name) / RESPONSES_NAME, record_rules(config, spec, name)):
+            if share <= 0:
+                break
+            if line.record is not None:
+                record = line.record
+                replies.append(ProbeReply(id=record.id, tokens=record.tokens, prompt_tokens=record.prompt_tokens))
+                share -= 1
+    return replies
