@@ -10,33 +10,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
-import uuid
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
 
 from eyas.config import RunConfig
 from eyas.errors import ArtifactError, ConfigError, EyasError, GateError, RecordError, ServerError
+from eyas.generation.asking import Asker, Record
 from eyas.generation.control import read_control
 from eyas.generation.dataset import STAGE, DatasetRun, check_rejects, require_dataset
 from eyas.generation.gates import Marks, marks_of
 from eyas.generation.inflight import InFlightLog
 from eyas.generation.proof import prove_rendering
 from eyas.generation.records import Prompt, done_entry, reject_entry
-from eyas.generation.sampling import clamp_new_tokens, record_seed, resolve_sampling
+from eyas.generation.sampling import resolve_sampling
 from eyas.generation.scheduler import choose
 from eyas.generation.telemetry import Telemetry
 from eyas.manifest import Manifest
 from eyas.progress import Progress, Report, silent
-from eyas.sglang.client import ClosedBeforeReply, RequestRefused, ServerBusy, ServerUnreachable, SGLangClient
+from eyas.sglang.client import RequestRefused, SGLangClient
 from eyas.sglang.health import PoolMonitor
 from eyas.sglang.identity import FINGERPRINT_NAME, check_served_model, prove_same_target
 from eyas.sglang.pool import Server, ServerPool
-from eyas.sglang.replies import GenerateRequest, Reply, ReplyError
+from eyas.sglang.replies import Reply, ReplyError
 from eyas.target.rendering import Renderer
 from eyas.target.spec import load_target
 from eyas.target.tokenizer import load_tokenizer
@@ -44,9 +41,6 @@ from eyas.workspace import RunFolder, exclusive
 
 log = logging.getLogger(__name__)
 
-RETRY_FIRST_S = 0.5
-RETRY_LAST_S = 30.0
-BUSY_RETRY_S = 1.0
 TICK_S = 1.0
 LOOK_S = 5.0
 FORECAST_S = 15.0
@@ -78,9 +72,9 @@ class GenerationSession:
         self._may_send = asyncio.Event()
         self._may_send.set()
         self._pauses: dict[str, str] = {}
-        self._session_token = uuid.uuid4().hex[:8]
 
     async def __aenter__(self) -> GenerationSession:
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it writes a line per request
         try:
             self._stack.enter_context(exclusive(self.run.root / "responses" / "session.lock", f"generation of {self.run.root}"))
             self.spec = await asyncio.to_thread(load_target, self.config.target)
@@ -90,6 +84,16 @@ class GenerationSession:
             await self._open_pool()
             await self._abort_left_over()
             self._telemetry = Telemetry(self.pool, self.run.progress)
+            self._asker = Asker(
+                pool=self.pool,
+                config=self.config,
+                spec=self.spec,
+                sampling=self.sampling,
+                decode=self.decode,
+                telemetry=self._telemetry,
+                in_flight=self._in_flight,
+                may_send=self._may_send,
+            )
             self._background(self._dispatch(), "dispatcher")
             self._background(self._monitor.run(), "monitor")
             self._background(self._tick(), "tick")
@@ -238,17 +242,17 @@ class GenerationSession:
             prompt = dataset.next_prompt()
             if prompt is not None:
                 server = await self.pool.lease(prompt.input_ids)
-                task = asyncio.create_task(self._run_record(dataset, prompt, server))
+                record = Record(start_number=dataset.share.num_started - 1)
+                task = asyncio.create_task(self._run_record(dataset, prompt, record, server))
                 self._records.add(task)
                 task.add_done_callback(self._records.discard)
                 task.add_done_callback(self._watch_task)
 
-    async def _run_record(self, dataset: DatasetRun, prompt: Prompt, server: Server) -> None:
+    async def _run_record(self, dataset: DatasetRun, prompt: Prompt, record: Record, server: Server) -> None:
         """Bring one prompt, for which a place on `server` is leased, to its one line in the journal."""
-        record = _Record(started_at=_clock())
         try:
             try:
-                reply = await self._ask(dataset, prompt, record, server)
+                reply = await self._asker.ask(dataset, prompt, record, server)
             except (RecordError, ReplyError, RequestRefused) as error:
                 await self._reject(dataset, prompt, record, error)
             else:
@@ -259,68 +263,12 @@ class GenerationSession:
             dataset.leave(prompt)
             self._work.set()
 
-    async def _ask(self, dataset: DatasetRun, prompt: Prompt, record: _Record, server: Server) -> Reply:
-        """Attempts until a reply is accepted; raises what refuses the record for good. Gives every lease back."""
-        start_number = dataset.share.num_started - 1
-        while True:
-            sent = time.monotonic()
-            dataset.flying[prompt.id] = (sent, start_number)
-            try:
-                reply = await self._attempt(prompt, record, server)
-                self._telemetry.count_reply(reply, time.monotonic() - sent)
-                return reply
-            except ReplyError as error:
-                if not error.can_heal:
-                    raise
-                record.note(error, counts=True)
-            except (ServerBusy, ServerUnreachable) as error:  # never taken up by the server: no attempt of this record
-                record.note(error, counts=False)
-            except ClosedBeforeReply as error:  # the first time it is a dropped socket rather than this record
-                record.note(error, counts=record.was_dropped)
-                record.was_dropped = True
-            except ServerError as error:
-                record.note(error, counts=True)
-            finally:
-                await self.pool.release(server)
-            dataset.num_retries += 1
-            del dataset.flying[prompt.id]
-            log.info("retry dataset=%s id=%s url=%s error=%s", dataset.name, prompt.id, server.url, record.last_error)
-            if record.num_failed >= self.config.generation.max_attempts:
-                raise RecordError(record.last_reason, f"{record.num_failed} attempts failed; the last: {record.last_error}")
-            await asyncio.sleep(record.backoff_s)
-            await self._may_send.wait()
-            server = await self.pool.lease(prompt.input_ids)
-
-    async def _attempt(self, prompt: Prompt, record: _Record, server: Server) -> Reply:
-        """One request. The pool learns how its server did."""
-        cap = clamp_new_tokens(prompt.max_new_tokens, len(prompt.input_ids), self.config.generation, self.spec)
-        record.max_new_tokens, record.url = cap, server.url
-        record.rid = f"eyas-{prompt.id}-{record.num_tries}-{self._session_token}"
-        sampling = {**self.sampling, "max_new_tokens": cap, "sampling_seed": record_seed(self.config.generation.seed, prompt.id)}
-        request = GenerateRequest(rid=record.rid, input_ids=prompt.input_ids, sampling_params=sampling)
-        deadline_s = max(self.config.server.deadline_floor_s, cap / self.config.server.min_tokens_per_s)
-        self._in_flight.add(record.rid, server.url)
-        try:
-            reply = await server.client.generate(
-                request, deadline_s=deadline_s, decode=self.decode, vocab_size=self.spec.vocab_size
-            )
-        except ServerBusy as error:
-            await self.pool.report_busy(server, error.retry_after_s or BUSY_RETRY_S)
-            raise
-        except ServerError as error:
-            await self.pool.report_failure(server, f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            self._in_flight.remove(record.rid)
-        await self.pool.report_success(server)
-        return reply
-
-    async def _accept(self, dataset: DatasetRun, prompt: Prompt, record: _Record, reply: Reply) -> None:
+    async def _accept(self, dataset: DatasetRun, prompt: Prompt, record: Record, reply: Reply) -> None:
         reasoning = self.renderer.reasoning
         spans = reasoning.split(reply.output_ids, prompt.opens_think, len(prompt.input_ids), finish_reason=reply.finish_reason)
         provenance = {
             **record.provenance(),
-            "seed": record_seed(self.config.generation.seed, prompt.id),
+            "seed": record.seed,
             "is_clamped": record.max_new_tokens < prompt.max_new_tokens,
         }
         entry = done_entry(prompt, reply, spans, provenance)
@@ -328,7 +276,7 @@ class GenerationSession:
         marks = marks_of(reply.output_ids, spans, reply.finish_reason, reasoning)
         self._judge(dataset, marks, prompt.input_ids, reply.output_ids)
 
-    async def _reject(self, dataset: DatasetRun, prompt: Prompt, record: _Record, error: EyasError) -> None:
+    async def _reject(self, dataset: DatasetRun, prompt: Prompt, record: Record, error: EyasError) -> None:
         reason = getattr(error, "reason", "rejected")
         log.info("rejected dataset=%s id=%s reason=%s", dataset.name, prompt.id, reason)
         await dataset.write(prompt, reject_entry(prompt, reason, str(error), record.provenance()))
@@ -428,46 +376,6 @@ class GenerationSession:
                 is_final=manifest is not None,
             )
         )
-
-
-@dataclass(kw_only=True)
-class _Record:
-    """The fate of one prompt in this session. `num_failed` counts attempts that a server took up, `num_tries` all."""
-
-    started_at: str
-    num_failed: int = 0
-    num_tries: int = 1
-    rid: str = ""
-    url: str = ""
-    max_new_tokens: int = 0
-    was_dropped: bool = False
-    last_error: str = ""
-    last_reason: str = ""
-
-    def note(self, error: EyasError, *, counts: bool) -> None:
-        """Remember a failure that may heal."""
-        self.num_tries += 1
-        self.num_failed += counts
-        self.last_error = f"{type(error).__name__}: {error}"
-        self.last_reason = getattr(error, "reason", "server_failed")
-
-    @property
-    def backoff_s(self) -> float:
-        return min(RETRY_LAST_S, RETRY_FIRST_S * 2.0 ** min(self.num_tries - 2, 10)) * random.uniform(0.5, 1.0)
-
-    def provenance(self) -> dict[str, Any]:
-        return {
-            "server": self.url,
-            "rid": self.rid,
-            "attempt": self.num_failed + 1,
-            "max_new_tokens": self.max_new_tokens,
-            "started_at": self.started_at,
-            "finished_at": _clock(),
-        }
-
-
-def _clock() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -1,9 +1,9 @@
 """Is this server the target? Model, context and tokenizer before the first prompt, and a fingerprint of what it computes.
 
-The fingerprint is the greedy continuation, with log-probabilities, of 16 fixed prompts. It is taken twice, one
-prompt after the other and all together, because batching alone moves log-probabilities: the largest difference
-between the two is the measured noise. Two fingerprints agree if ids are equal, or first differ where the two
-candidates are as close as the noise allows. It costs 512 tokens.
+The fingerprint is the greedy continuation, with log-probabilities, of 16 fixed prompts. It is taken twice, all
+together and in two halves, because batching alone moves log-probabilities: the largest difference between the
+two is the measured noise. Two fingerprints agree if ids are equal, or first differ where the two candidates are
+as close as the noise allows. It costs 512 tokens.
 """
 
 from __future__ import annotations
@@ -140,14 +140,16 @@ def _check_name(url: str, model: dict[str, Any], info: dict[str, Any], config: S
 async def take_fingerprint(client: SGLangClient, renderer: Renderer) -> TargetFingerprint:
     """Measure the target behind `client`; raises `ServerError` where it does not answer as the contract says."""
     prompts = [renderer.render([{"role": "user", "content": text}]).input_ids for text in FIXED_PROMPTS]
-    alone = [await _greedy(client, ids) for ids in prompts]
+    half = len(prompts) // 2
     together = await asyncio.gather(*(_greedy(client, ids) for ids in prompts))
-    noise = max((_noise(a, b) for (a, _), (b, _) in zip(alone, together, strict=True)), default=0.0)
+    apart = await asyncio.gather(*(_greedy(client, ids) for ids in prompts[:half]))
+    apart += await asyncio.gather(*(_greedy(client, ids) for ids in prompts[half:]))
+    noise = max(_noise(a, b) for (a, _), (b, _) in zip(together, apart, strict=True))
     return TargetFingerprint(
         prompts_digest=digest_json(prompts),
-        entries=[entry for entry, _ in alone],
+        entries=[entry for entry, _ in together],
         noise=noise,
-        weight_version=alone[0][1],
+        weight_version=together[0][1],
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eyas.generation import session
+from eyas.generation import asking
 from eyas.sglang import pool
 from eyas.workspace import RunFolder
 from tests.sglang.tiny import build_target
@@ -26,8 +26,8 @@ def thinking_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fast_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "RETRY_FIRST_S", 0.01)
-    monkeypatch.setattr(session, "BUSY_RETRY_S", 0.05)
+    monkeypatch.setattr(asking, "RETRY_FIRST_S", 0.01)
+    monkeypatch.setattr(asking, "BUSY_RETRY_S", 0.05)
     monkeypatch.setattr(pool, "FIRST_BACKOFF_S", 0.05)
 
 
