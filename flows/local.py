@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from prefect import Flow, State
+from prefect.events.worker import EventsWorker
+from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
 from eyas.config import RunConfig, load_config
@@ -72,4 +74,8 @@ def _server() -> Iterator[tuple[str, str]]:
         return
     home = default_home()
     with local_server(home=home) as url, temporary_settings({PREFECT_API_URL: url, PREFECT_HOME: home}):
-        yield url, shlex.join([sys.executable, "-m", "flows.server", "--flow-run"])
+        try:
+            yield url, shlex.join([sys.executable, "-m", "flows.server", "--flow-run"])
+        finally:  # while there still is a server to take the last lines
+            APILogWorker.drain_all(timeout=10)
+            EventsWorker.drain_all(timeout=10)

@@ -61,8 +61,9 @@ def local_server(*, home: Path, port: int = 0, database_url: str = "") -> Iterat
     if database_url:
         environment["PREFECT_API_DATABASE_CONNECTION_URL"] = database_url
     arguments = [f"{name}={value}" for name, value in environment.items()]
-    command = ["/usr/bin/env", *arguments, sys.executable, "-m", "prefect", "server", "start", "--port", str(port)]
-    with child_process(command, log=log) as process:
+    command = ["/usr/bin/env", *arguments, sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning", "--timeout-graceful-shutdown", "2"]
+    with child_process(command, log=log, grace_s=8.0) as process:
         deadline = time.monotonic() + _START_S
         while not is_healthy(url):
             if process.poll() is not None or time.monotonic() > deadline:

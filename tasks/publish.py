@@ -27,6 +27,8 @@ from eyas.workspace import RunFolder
 logger = logging.getLogger(__name__)
 
 PUBLISH_S = 15.0
+MAX_FIGURES = 6
+_IN_THE_COUNTS = {"done", "pending", "replies"}
 
 
 def artifact_key(*parts: str) -> str:
@@ -38,7 +40,8 @@ def describe(message: ProgressMessage) -> str:
     """One line that says the value: the list of artifacts shows nothing else."""
     share = f" ({message.done / message.total:.0%})" if message.total else ""
     what = f"{message.stage} {message.name}".strip()
-    figures = [f"{name.replace('_', ' ')} {number(value)}" for name, value in message.figures.items()]
+    shown = [(name, value) for name, value in message.figures.items() if name not in _IN_THE_COUNTS]
+    figures = [f"{name.replace('_', ' ')} {number(value)}" for name, value in shown[:MAX_FIGURES]]
     return " · ".join([f"{what}: {message.done:,} of {message.total:,} {message.unit}{share}", *figures])
 
 
