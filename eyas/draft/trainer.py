@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,16 @@ METRICS = "metrics.jsonl"
 DUMP = "nonfinite.json"
 HIT_EVERY = 4
 """Training counts hits on every fourth step only: the argmax over D costs a pass over the logits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """The batches of one optimizer step, and where the data stand after it."""
+
+    batches: list[tuple[Batch, torch.Tensor]]
+    epoch: int
+    num_done: int
+    num_skipped: int
 
 
 class Trainer:
@@ -75,7 +86,7 @@ class Trainer:
         self.step_weights = config.step_decay ** torch.arange(config.num_unroll_steps, dtype=torch.float32)
         self.argmax: dict[str, torch.Tensor] = {}
         self.first_epoch = corpus.epoch(0, config.seed, config.batch_tokens)
-        self.total_steps = config.max_steps or max(1, round(config.epochs * len(self.first_epoch) / config.accumulate))
+        self.total_steps = config.max_steps or max(1, round(config.epochs * math.ceil(len(self.first_epoch) / config.accumulate)))
         self.last_replay: ReplayResult | None = None
         if found is not None:
             self._resume(found)
@@ -153,14 +164,14 @@ class Trainer:
 
     # one optimizer step
 
-    def _step(self, group: list[tuple[Batch, torch.Tensor]]) -> dict[str, Any]:
-        config = self.config
+    def _step(self, group: _Group) -> dict[str, Any]:
+        config, batches = self.config, group.batches
         begun = time.monotonic()
-        kept = torch.stack([kept_rows(batch.supervised, argmax, self.rows).sum(1) for batch, argmax in group]).sum(0)
+        kept = torch.stack([kept_rows(batch.supervised, argmax, self.rows).sum(1) for batch, argmax in batches]).sum(0)
         weights = self.step_weights / kept.clamp(min=1)
         wants_hits = self.state.step % HIT_EVERY == 0
         results = []
-        for batch, argmax in group:
+        for batch, argmax in batches:
             result = self._loss(batch, argmax, weights, wants_hits)
             if not math.isfinite(float(result.loss.detach())):
                 self._stop_not_finite("loss", float(result.loss.detach()), [batch])
@@ -169,9 +180,10 @@ class Trainer:
         rate = learning_rate(self.state.step, self.total_steps, config)
         norm = self.optimizer.step(rate)
         if not math.isfinite(norm):
-            self._stop_not_finite("gradient norm", norm, [batch for batch, _ in group])
+            self._stop_not_finite("gradient norm", norm, [batch for batch, _ in batches])
         self.state.step += 1
-        positions = sum(batch.num_positions for batch, _ in group)
+        self.state.epoch, self.state.batch, self.state.skipped_batches = group.epoch, group.num_done, group.num_skipped
+        positions = sum(batch.num_positions for batch, _ in batches)
         self.state.positions += positions
         return {
             "loss": sum(float(result.loss.detach()) for result in results),
@@ -202,24 +214,23 @@ class Trainer:
 
     # data
 
-    def _groups(self) -> Generator[list[tuple[Batch, torch.Tensor]], None, None]:
-        """Batches with their argmax, `accumulate` at a time, from the state's position on, epoch after epoch."""
-        config, state = self.config, self.state
-        group: list[tuple[Batch, torch.Tensor]] = []
+    def _groups(self) -> Generator[_Group, None, None]:
+        """Batches with their argmax, `accumulate` at a time (fewer at an epoch's end), from the state's position on."""
+        config = self.config
+        epoch, num_done, num_skipped = self.state.epoch, self.state.batch, self.state.skipped_batches
         while True:
-            lists = self.corpus.epoch(state.epoch, config.seed, config.batch_tokens) if state.epoch else self.first_epoch
-            num_done = state.batch
+            lists = self.corpus.epoch(epoch, config.seed, config.batch_tokens) if epoch else self.first_epoch
+            batches: list[tuple[Batch, torch.Tensor]] = []
             for batch in read_ahead(self.corpus, lists[num_done:], config.num_unroll_steps):
                 num_done += 1
-                if not batch.num_supervised:
-                    state.skipped_batches += 1
-                    continue
-                group.append((batch, self._argmax(batch, is_exact=False)))
-                if len(group) == config.accumulate:
-                    state.batch = num_done  # the position after this group: what a checkpoint taken now must say
-                    yield group
-                    group = []
-            state.epoch, state.batch = state.epoch + 1, 0
+                if batch.num_supervised:
+                    batches.append((batch, self._argmax(batch, is_exact=False)))
+                else:
+                    num_skipped += 1
+                if batches and (len(batches) == config.accumulate or num_done == len(lists)):
+                    yield _Group(batches=batches, epoch=epoch, num_done=num_done, num_skipped=num_skipped)
+                    batches = []
+            epoch, num_done = epoch + 1, 0
 
     def _argmax(self, batch: Batch, *, is_exact: bool) -> torch.Tensor:
         """The target's full-vocabulary argmax of the batch's label rows, from memory where a record was seen before."""
