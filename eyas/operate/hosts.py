@@ -63,6 +63,7 @@ class EmbeddedHost:
             config=self.config.server.engine,
             draft_dir=draft,
             num_draft_tokens=self.config.benchmark.num_draft_tokens,
+            context_length=self.config.target.context_length,
             log=self.run.logs / f"engine-{mode}.log",
         )
         with engine:

@@ -76,11 +76,12 @@ def length_histograms(found: dict[str, Lengths]) -> str:
     with _drawing("lengths", 2.4 * max(columns, 2), 1.55 * rows + 0.5) as (figure, output):
         axes = figure.subplots(rows, columns, sharex=True, squeeze=False).ravel()
         for axis, (name, item) in zip(axes, found.items(), strict=False):
-            for values, colour, label in ((item.prompts, SERIES[1], "prompts"), (item.responses, SERIES[0], "responses")):
+            for values, style in (
+                (item.responses, {"color": SERIES[0], "alpha": 0.55, "label": "responses"}),
+                (item.prompts, {"histtype": "step", "color": SERIES[1], "linewidth": 1.4, "label": "prompts"}),
+            ):
                 if values:
-                    axis.hist(
-                        values, bins=edges, color=colour, alpha=0.75, label=label, weights=np.full(len(values), 100 / len(values))
-                    )
+                    axis.hist(values, bins=edges, weights=np.full(len(values), 100 / len(values)), **style)
             axis.set_title(name)
             axis.set_xscale("log")
             axis.xaxis.set_major_formatter(FuncFormatter(_thousands))
@@ -137,7 +138,7 @@ def training_curves(rows: list[dict[str, Any]], replays: list[dict[str, Any]]) -
 def accept_lengths(rows: Sequence[Interval]) -> str:
     """Accept length with its 95 % interval per group of prompts, beside baselines and the prediction."""
     names = list(dict.fromkeys(name for row in rows for name in row.marks))
-    markers = ("|", "x", "d", "s")
+    markers = ("v", "x", "d", "s")
     with _drawing("accept", 7.2, 0.34 * len(rows) + 1.2) as (figure, output):
         axis = figure.subplots()
         heights = np.arange(len(rows))[::-1]
@@ -157,7 +158,7 @@ def accept_lengths(rows: Sequence[Interval]) -> str:
 
 def throughput_curve(found: Throughput) -> str:
     """Reply tokens per second over the time of generation."""
-    with _drawing("throughput", 7.2, 2.3) as (figure, output):
+    with _drawing("throughput", 5.2, 2.6) as (figure, output):
         axis = figure.subplots()
         unit, scale = ("hours", 60.0) if found.minutes[-1] > 180 else ("minutes", 1.0)
         times = [minutes / scale for minutes in found.minutes]
@@ -171,7 +172,7 @@ def throughput_curve(found: Throughput) -> str:
 
 def forecast_curve(found: ForecastHistory) -> str:
     """When generation was said to end, with its interval, against when it ended."""
-    with _drawing("forecast", 7.2, 2.5) as (figure, output):
+    with _drawing("forecast", 5.2, 2.6) as (figure, output):
         axis = figure.subplots()
         unit, scale = ("hours", 1.0) if found.hours[-1] > 3 else ("minutes", 60.0)
         times = [hour * scale for hour in found.hours]
@@ -190,7 +191,7 @@ def forecast_curve(found: ForecastHistory) -> str:
         axis.set_ylim(bottom=0)
         axis.set_xlabel(f"{unit} since generation began")
         axis.set_ylabel(f"end, in {unit}")
-        axis.legend(loc="lower right", ncols=3)
+        axis.legend(loc="lower right")
     return output[0]
 
 

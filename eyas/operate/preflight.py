@@ -78,8 +78,11 @@ def check_sources(config: RunConfig) -> None:
 
 def check_target(spec: TargetSpec, config: RunConfig) -> None:
     """The target can chat and, where we run it ourselves, its blocks can be hooked; raises `ConfigError`."""
+    from transformers.utils.logging import set_verbosity_error
+
     from eyas.target.tokenizer import load_tokenizer
 
+    set_verbosity_error()  # what transformers would warn of here, we refuse in our own words
     load_tokenizer(spec)
     if config.hidden.source == "transformers":
         check_hookable(spec)

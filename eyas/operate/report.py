@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from eyas.errors import ArtifactError, ConfigError
+from eyas.errors import ArtifactError
 from eyas.files import read_json, write_bytes
 from eyas.manifest import Manifest, load_manifest
 from eyas.operate import plots, series
@@ -25,8 +25,6 @@ from eyas.workspace import RunFolder
 
 def write_report(run: RunFolder) -> tuple[Path, Path]:
     """Write `report.md` and `report.html` into the run folder; raises `ConfigError` if it holds no run."""
-    if not run.run_json.is_file():
-        raise ConfigError(f"{run.root} holds no run (no run.json); give the folder of a run that was started")
     facts = gather(run)
     environment = Environment(
         loader=PackageLoader("eyas.operate"),
@@ -46,9 +44,9 @@ def write_report(run: RunFolder) -> tuple[Path, Path]:
 
 def gather(run: RunFolder) -> dict[str, Any]:
     """Everything the templates show, each part with the files it comes from; absent parts are None or empty."""
+    status = read_status(run.root)
     about = read_json(run.run_json)
     names = [dataset["name"] for dataset in about["config"]["prompts"]["datasets"]]
-    status = read_status(run.root)
     plan = _optional(run.plan_json)
     results = _optional(run.benchmark / "results.json")
     rows, replays = series.metrics(run)
@@ -94,9 +92,9 @@ def _tiles(run: RunFolder, status: RunStatus, results: dict[str, Any]) -> list[d
     tiles = []
     counts = {phase.phase: phase.counts for phase in status.phases}
     if counts["prepare"]:
-        done = counts["generate"].get("done")
-        value = number(counts["prepare"]["done"]) if done is None else f"{counts['prepare']['done']:,} → {done:,}"
-        note = "prompts prepared" if done is None else "prompts → accepted responses"
+        prompts, done = counts["prepare"]["done"], counts["generate"].get("done")
+        value = f"{prompts if done is None else done:,}"
+        note = "prompts prepared" if done is None else f"accepted responses to {prompts:,} prompts"
         tiles.append(_tile("Samples", value, note, "prompts/*/manifest.json, responses/*/manifest.json"))
     if accept := results.get("accept_length"):
         low, high = accept["interval_95"]
@@ -158,15 +156,23 @@ def _dataset(run: RunFolder, name: str) -> dict[str, Any]:
 
 
 def _rejects(run: RunFolder, names: list[str]) -> list[dict[str, Any]]:
-    """Reasons with their counts, per phase and dataset."""
-    rows = []
+    """Reasons with their counts, per phase, the most frequent first, and the datasets they come from."""
+    rows: list[dict[str, Any]] = []
     for phase in PHASES:
+        found: dict[str, dict[str, int]] = {}
         for folder in phase_folders(run, phase, names):
             if (manifest := _manifest(folder)) is not None:
-                rows += [
-                    {"phase": phase, "dataset": manifest.name, "reason": reason, "count": count}
-                    for reason, count in sorted(manifest.rejected_by_reason.items(), key=lambda pair: -pair[1])
-                ]
+                for reason, count in manifest.rejected_by_reason.items():
+                    found.setdefault(reason, {})[manifest.name] = count
+        rows += [
+            {
+                "phase": phase,
+                "reason": reason,
+                "count": sum(counts.values()),
+                "datasets": ", ".join(f"{name} {count:,}" for name, count in counts.items() if name),
+            }
+            for reason, counts in sorted(found.items(), key=lambda pair: -sum(pair[1].values()))
+        ]
     return rows
 
 

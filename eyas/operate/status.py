@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from eyas.errors import ArtifactError
+from eyas.errors import ArtifactError, ConfigError
 from eyas.files import read_json
 from eyas.manifest import Counts, Manifest, verify_manifest
 from eyas.operate.children import is_alive
@@ -105,11 +105,13 @@ class RunStatus(BaseModel):
 
 
 def read_status(root: Path, *, work: dict[str, dict[str, Any]] | None = None) -> RunStatus:
-    """Read the run folder `root`; raises `ArtifactError` if it is none (no `run.json`).
+    """Read the run folder `root`; raises `ConfigError` if it holds no run.
 
     `work` says who works on which phase; unset takes it from the plan in the folder.
     """
     run = RunFolder(root)
+    if not run.run_json.is_file():
+        raise ConfigError(f"{root} holds no run (no run.json); give the folder of a run that was started")
     about = read_json(run.run_json)
     config = about["config"]
     names = [dataset["name"] for dataset in config["prompts"]["datasets"]]

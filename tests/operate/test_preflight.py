@@ -1,0 +1,167 @@
+"""What cannot work is refused at once: exit code 2, one line, the thing and the next step named."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyas.files import read_json, write_json
+from eyas.operate import cli, preflight
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run `eyas run --no-prefect` and give the one line with which it refuses."""
+
+    def refuse(config: Path, *words: str, run: Path | None = None) -> str:
+        code = cli.main(["run", "--no-prefect", "--config", str(config), "--run", str(run or tmp_path / "run"), *words])
+        captured = capsys.readouterr()
+        assert code == 2, captured.err
+        lines = captured.err.splitlines()
+        assert len(lines) == 1, captured.err
+        assert lines[0].startswith("error: ")
+        assert "Traceback" not in captured.err
+        return lines[0]
+
+    return refuse
+
+
+def test_unknown_key(config_file: Write, refused: Callable[..., str]) -> None:
+    assert "unknown key 'draft.epoks'" in refused(config_file(draft__epoks=3))
+
+
+def test_value_out_of_range(config_file: Write, refused: Callable[..., str]) -> None:
+    line = refused(config_file(), "--set", "draft.epochs=-1")
+    assert "draft.epochs" in line
+    assert "greater than 0" in line
+
+
+def test_missing_config(tmp_path: Path, refused: Callable[..., str]) -> None:
+    assert "absent.yaml cannot be read" in refused(tmp_path / "absent.yaml")
+
+
+def test_no_config_for_a_run_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "--run", str(tmp_path / "none")]) == 2
+    assert "no --config is given" in capsys.readouterr().err
+
+
+def test_missing_prompt_file(config_file: Write, refused: Callable[..., str]) -> None:
+    line = refused(config_file(), "--set", "prompts.datasets.0.source=file:/nowhere/rows.jsonl")
+    assert "B1_calls" in line
+    assert "/nowhere/rows.jsonl does not exist" in line
+
+
+def test_unknown_package_of_prompts(config_file: Write, refused: Callable[..., str]) -> None:
+    assert "package:none" in refused(config_file(), "--set", "prompts.datasets.0.source=package:none")
+
+
+def test_no_dataset(config_file: Write, refused: Callable[..., str]) -> None:
+    assert "prompts.datasets is empty" in refused(config_file(prompts__datasets=[]))
+
+
+def test_tokenizer_without_chat_template(config_file: Write, target_folder: Path, refused: Callable[..., str]) -> None:
+    settings = read_json(target_folder / "tokenizer_config.json")
+    write_json(target_folder / "tokenizer_config.json", {key: settings[key] for key in settings if key != "chat_template"})
+    assert "no chat template" in refused(config_file())
+
+
+def test_target_of_an_unknown_architecture(config_file: Write, target_folder: Path, refused: Callable[..., str]) -> None:
+    write_json(target_folder / "config.json", read_json(target_folder / "config.json") | {"model_type": "nobody_knows"})
+    assert "cannot be built by transformers" in refused(config_file())
+
+
+def test_target_that_has_no_head_to_read(config_file: Write, target_folder: Path, refused: Callable[..., str]) -> None:
+    encoder = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "num_layers": 8}
+    write_json(target_folder / "config.json", read_json(target_folder / "config.json") | encoder)
+    assert str(target_folder) in refused(config_file())
+
+
+def test_port_in_use(config_file: Write, refused: Callable[..., str]) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        line = refused(config_file(), "--set", f"server.engine.port={port}")
+    assert f"server.engine.port {port} is in use" in line
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/self").exists(), reason="needs a folder that root cannot write either")
+def test_read_only_run_folder(config_file: Write, refused: Callable[..., str]) -> None:
+    line = refused(config_file(), run=Path("/proc/self/run"))
+    assert "cannot be written" in line
+    assert "--run" in line
+
+
+def test_too_little_disk(config_file: Write, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "free_bytes", lambda _: 5_000)
+    line = refused(config_file())
+    assert "5 kB free" in line
+    assert "keeps" in line
+
+
+def test_dry_run_says_that_the_disk_is_too_small(
+    config_file: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from eyas.operate import plan
+
+    monkeypatch.setattr(plan, "free_bytes", lambda _: 5_000)
+    run = tmp_path / "run"
+    assert cli.main(["run", "--dry-run", "--config", str(config_file()), "--run", str(run)]) == 2
+    captured = capsys.readouterr()
+    assert "Extract hidden states" in captured.out
+    assert "5 kB free" in captured.err
+    assert not run.exists()
+
+
+@contextmanager
+def model_server(answers: dict[str, Any], *, status: int = 200) -> Iterator[str]:
+    """A server that says who it is."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(answers).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_server_of_another_model(config_file: Write, refused: Callable[..., str]) -> None:
+    with model_server({"model_path": "/models/other", "served_model_name": "other"}) as url:
+        line = refused(config_file(server={"kind": "sglang", "urls": [url]}))
+    assert "other" in line
+    assert "server.urls" in line
+
+
+def test_server_that_refuses_the_key(config_file: Write, refused: Callable[..., str]) -> None:
+    with model_server({"error": "Unauthorized"}, status=401) as url:
+        assert "EYAS_API_KEY" in refused(config_file(server={"kind": "sglang", "urls": [url]}))
+
+
+def test_what_is_right_passes(config_file: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--dry-run", "--config", str(config_file()), "--run", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "in all: time" in out
+    assert not (tmp_path / "run").exists()
