@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,25 @@ class AcceptCounts:
 
     verifications: int = 0
     accepted: int = 0
+    histogram: tuple[int, ...] = ()
+    """Verifications that accepted exactly 0, 1, 2, … drafts; empty where a server does not say."""
 
     def __add__(self, other: AcceptCounts) -> AcceptCounts:
-        return AcceptCounts(verifications=self.verifications + other.verifications, accepted=self.accepted + other.accepted)
+        histogram = tuple(map(sum, zip_longest(self.histogram, other.histogram, fillvalue=0)))
+        return AcceptCounts(
+            verifications=self.verifications + other.verifications, accepted=self.accepted + other.accepted, histogram=histogram
+        )
 
     @property
     def accept_length(self) -> float:
         """1 + accepted / verifications; 1.0 where nothing was verified."""
         return 1.0 + self.accepted / self.verifications if self.verifications else 1.0
+
+    @property
+    def position_rates(self) -> list[float]:
+        """Share of verifications that accept draft i + 1 among those that accepted the i drafts before it."""
+        at_least = [sum(self.histogram[number:]) for number in range(len(self.histogram))]
+        return [reached / before for before, reached in pairwise(at_least) if before]
 
 
 def pool(counts: Iterable[AcceptCounts]) -> AcceptCounts:
@@ -47,7 +59,11 @@ def counts_from_sglang(meta_info: Mapping[str, Any]) -> AcceptCounts:
     Raises `ServerError` where they are absent: then the server runs without a draft.
     """
     try:
-        return AcceptCounts(verifications=int(meta_info["spec_verify_ct"]), accepted=int(meta_info["spec_num_correct_drafts"]))
+        return AcceptCounts(
+            verifications=int(meta_info["spec_verify_ct"]),
+            accepted=int(meta_info["spec_num_correct_drafts"]),
+            histogram=tuple(meta_info.get("spec_correct_drafts_histogram") or ()),
+        )
     except KeyError as error:
         raise ServerError(
             f"reply {meta_info.get('id', '?')} has no {error.args[0]} in meta_info, so its server speculates not at all; "
@@ -76,7 +92,7 @@ def walk(reply: Sequence[int], num_draft_tokens: int, propose: Callable[[int], S
             if drafted != token:
                 break
             run += 1
-        counts += AcceptCounts(verifications=1, accepted=run)
+        counts += AcceptCounts(verifications=1, accepted=run, histogram=(*[0] * run, 1))
         position += run + 1
     return counts
 

@@ -34,7 +34,7 @@ from eyas.speculate.measure import Predict, measure_set, num_steps
 from eyas.speculate.predict import Predictor
 from eyas.speculate.results import SetMeasurement, Side, render_report, summarise
 from eyas.speculate.server_judge import ServerJudge
-from eyas.speculate.sets import load_set, set_name
+from eyas.speculate.sets import BenchmarkPrompt, load_set, set_name
 from eyas.target.spec import TargetSpec, load_target
 from eyas.workspace import RunFolder, exclusive
 
@@ -42,6 +42,9 @@ STAGE = "benchmark"
 VERSION = 1
 _MEMORY_SHARE = 0.4
 """Of the free memory, what a second copy of the target may take for the replay."""
+
+_CACHE_SLACK_TOKENS = 128
+"""Per request in flight: rounding to pages, and drafts under way."""
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +131,7 @@ def _measure_all(run: RunFolder, config: RunConfig, spec: TargetSpec, wanted: st
     if missing:
         prompts = {source: load_set(run, config, spec, source) for source in missing}
         bigrams = _bigram_table(run)
-        with _servers(run, config, spec) as (servers, engine, identity):
+        with _servers(run, config, spec, _cache_tokens(config, prompts)) as (servers, engine, identity):
             measure_tie, predict = _truths(run, config, spec, servers, engine["dtype"])
             for source in missing:
                 name = set_name(source)
@@ -215,9 +218,16 @@ def _bigram_table(run: RunFolder) -> BigramTable:
     return BigramTable.from_records(records())
 
 
+def _cache_tokens(config: RunConfig, prompts: dict[str, list[BenchmarkPrompt]]) -> int:
+    """Tokens that the cache of one engine must hold, so that two of them fit side by side: what is in flight at most."""
+    longest = max(len(prompt.input_ids) for items in prompts.values() for prompt in items) + config.benchmark.max_new_tokens
+    in_flight = max(config.benchmark.counting_concurrency, *config.benchmark.concurrency)
+    return config.server.engine.max_total_tokens or in_flight * (longest + _CACHE_SLACK_TOKENS)
+
+
 @contextmanager
 def _servers(
-    run: RunFolder, config: RunConfig, spec: TargetSpec
+    run: RunFolder, config: RunConfig, spec: TargetSpec, cache_tokens: int
 ) -> Iterator[tuple[dict[Side, Server], dict[str, Any], list[Check]]]:
     """Both servers, what the engine is, and whether the one with the draft is what it claims to be."""
     api_key = Path(config.server.api_key_file).read_text().strip() if config.server.api_key_file else ""
@@ -225,7 +235,9 @@ def _servers(
     with ExitStack() as stack:
         if config.server.kind == "embedded":
             run.logs.mkdir(parents=True, exist_ok=True)
-            engine = config.server.engine.model_copy(update={"dtype": config.benchmark.dtype, "port": 0})
+            engine = config.server.engine.model_copy(
+                update={"dtype": config.benchmark.dtype, "port": 0, "max_total_tokens": cache_tokens}
+            )
             off = stack.enter_context(
                 EngineProcess(spec.folder, config=engine, api_key=api_key, log=run.logs / "benchmark-off.log")
             )

