@@ -1,0 +1,158 @@
+"""Client speed: accepted records per second of one core, validation and journal on, against a server that answers at once.
+
+    python benchmarks/generate.py [--records 3000] [--memory 10000000]
+
+The server runs in its own process and answers every prompt of a class with one prepared body, so that the
+figure is the client's. Beside it: the usual script, threads around a chat client that appends text to a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import hashlib
+import json
+import pstats
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eyas.generation.session import generate
+from eyas.workspace import RunFolder
+from tests.sglang.tiny import build_target, tiny_config, write_prompts
+
+ROOT = Path(__file__).parents[1]
+MEAN_TOKENS = 1416
+
+
+def start_server(target: Path, stack: list[subprocess.Popen[str]]) -> str:
+    command = [sys.executable, "-m", "tests.sglang.instant", str(target), str(MEAN_TOKENS)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+    stack.append(process)
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def bench_eyas(folder: Path, target: Path, url: str, count: int) -> None:
+    config = tiny_config(target, {"a": 12_000}, generation={"canary": 16}, server={"max_concurrency": 128})
+    run = RunFolder(folder).create()
+    write_prompts(run, config, "a", count)
+    profile = cProfile.Profile(time.process_time)
+    wall, cpu = time.monotonic(), time.process_time()
+    asyncio.run(generate(run, config, urls=[url]))
+    wall, cpu = time.monotonic() - wall, time.process_time() - cpu
+    print(
+        f"eyas: {count} records, {wall:.1f} s wall, {cpu:.1f} cpu-s: {count / cpu:.0f} records per cpu-s, {count / wall:.0f} per s"
+    )
+    print(f"peak RSS {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")
+    again = RunFolder(folder.with_name("profiled")).create()
+    write_prompts(again, config, "a", min(count, 1000))
+    profile.enable()
+    asyncio.run(generate(again, config, urls=[url]))
+    profile.disable()
+    stages(profile, min(count, 1000))
+
+
+STAGES = {
+    "encode and send, read the body": ("httpx", "httpcore", "h11", "anyio"),
+    "check the reply": ("replies.py",),
+    "decode ids": ("tokenization",),
+    "split reasoning": ("reasoning.py",),
+    "gates": ("gates.py",),
+    "journal and record": ("journal.py", "records.py", "dataset.py", "aiofiles"),
+    "pool and session": ("pool.py", "session.py", "asking.py", "telemetry.py", "inflight.py", "scheduler.py"),
+}
+
+
+def stages(profile: cProfile.Profile, count: int) -> None:
+    """Own time per stage, from a profile (which itself slows Python by about two)."""
+    totals = dict.fromkeys([*STAGES, "event loop and the rest"], 0.0)
+    for (file, _, name), (_, _, own, *_) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        if "select" in name or "poll" in name:
+            continue
+        stage = next((key for key, marks in STAGES.items() if any(mark in file for mark in marks)), "event loop and the rest")
+        totals[stage] += own
+    print("| stage | own ms a record, profiled |\n|---|---|")
+    for stage, seconds in totals.items():
+        print(f"| {stage} | {1000 * seconds / count:.2f} |")
+
+
+def bench_threads(url: str, folder: Path, target: Path, count: int) -> None:
+    """The script that people write: a thread pool, a chat client, text appended under a lock. It checks nothing."""
+    lock, path = threading.Lock(), folder / "responses.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    with httpx.Client(timeout=600, limits=httpx.Limits(max_connections=128)) as client, open(path, "a") as file:
+
+        def one(number: int) -> None:
+            messages = [{"role": "user", "content": f"a question {number}: what is {number} + {number}?"}]
+            reply = client.post(f"{url}/v1/chat/completions", json={"model": "x", "messages": messages}).json()
+            text = reply["choices"][0]["message"]["content"]
+            with lock:
+                file.write(json.dumps({"messages": messages, "response": text}) + "\n")
+                file.flush()
+
+        wall, cpu = time.monotonic(), time.process_time()
+        with ThreadPoolExecutor(128) as pool:
+            list(pool.map(one, range(count)))
+        wall, cpu = time.monotonic() - wall, time.process_time() - cpu
+    print(
+        f"threads around a chat client: {count / cpu:.0f} records per cpu-s, {count / wall:.0f} per s (text only, nothing checked)"
+    )
+
+
+def bench_memory(folder: Path, count: int) -> None:
+    """Memory of ids and states for `count` prompts, measured in a fresh process over a real file."""
+    path = folder / "prompts.parquet"
+    schema = pa.schema([("id", pa.string())])
+    heads = np.sort(np.random.default_rng(0).integers(0, 2**63, count, dtype=np.uint64))
+    with pq.ParquetWriter(path, schema) as writer:
+        for start in range(0, count, 200_000):
+            ids = [
+                f"{head:016x}{hashlib.blake2b(head.tobytes(), digest_size=8).hexdigest()}"
+                for head in heads[start : start + 200_000]
+            ]
+            writer.write_table(pa.table({"id": ids}, schema=schema))
+    code = (
+        "import sys; from pathlib import Path; import eyas.generation.session; from eyas.generation.records import PromptTable\n"
+        "def rss(): return int(next(x for x in open('/proc/self/status') if x.startswith('VmRSS')).split()[1])\n"
+        "before = rss(); table = PromptTable(Path(sys.argv[1])); print(before, rss())"
+    )
+    answer = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    before, after = (int(value) / 1024 for value in answer.split())
+    each = (after - before) * 2**20 / count
+    print(f"memory: {count} prompts take {after - before:.0f} MB ({each:.1f} B each) over {before:.0f} MB of imports")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=int, default=3000)
+    parser.add_argument("--memory", type=int, default=10_000_000, help="prompts of the memory measurement; 0 leaves it out")
+    options = parser.parse_args()
+    processes: list[subprocess.Popen[str]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        target = build_target(folder / "tiny", context_length=16_384)
+        try:
+            url = start_server(target, processes)
+            bench_eyas(folder / "run", target, url, options.records)
+            bench_threads(url, folder / "threads", target, options.records)
+        finally:
+            for process in processes:
+                process.kill()
+        if options.memory:
+            bench_memory(folder, options.memory)
+
+
+if __name__ == "__main__":
+    main()
