@@ -51,14 +51,14 @@ def catalogue() -> Iterator[Entry]:
     """All deployments, presets first."""
     for path in sorted(PRESETS.glob("*.yaml")):
         yield preset(path)
-    phases = (
+    phases: list[tuple[Flow[..., Any], str]] = [
         (prepare, LIGHT_QUEUE),
         (generate, HOST_QUEUE),
         (merge, LIGHT_QUEUE),
         (extract, HOST_QUEUE),
         (train, HOST_QUEUE),
         (benchmark, HOST_QUEUE),
-    )
+    ]
     for number, (flow, queue) in enumerate(phases, start=1):
         line = (flow.description or "").partition("\n")[0]
         yield Entry(flow=flow, name=f"{number}-{flow.name}-only", description=line, queue=queue)

@@ -19,6 +19,7 @@ from eyas.errors import ConfigError
 from eyas.files import read_json
 from eyas.operate.pipeline import open_run
 from eyas.operate.plan import PlanKeeper
+from eyas.operate.status import read_status
 from eyas.workspace import RunFolder, exclusive
 from flows.decide import recorded_settings
 from flows.phases import Job
@@ -62,7 +63,7 @@ async def running(run: str, config: RunConfig, blocks: BlockNames = BlockNames()
 
         markdown, html = await asyncio.to_thread(write_report, folder)
         text = markdown.read_text(encoding="utf-8")
-        await acreate_markdown_artifact(text, key=artifact_key(root.name, "report"), description=f"Report of {root.name}")
+        await acreate_markdown_artifact(text, key=artifact_key(root.name, "report"), description=_headline(folder))
         if storage is not None:
             await storage.keep({f"{root.name}/{path.relative_to(root)}": path for path in _final_files(folder, markdown, html)})
 
@@ -84,3 +85,13 @@ def config_of(run: str, settings: list[str]) -> RunConfig:
 
 def _plan(folder: RunFolder) -> str:
     return folder.plan_md.read_text(encoding="utf-8") if folder.plan_md.is_file() else ""
+
+
+def _headline(folder: RunFolder) -> str:
+    """What the report says, in one line: the list of artifacts shows nothing else."""
+    status = read_status(folder.root)
+    if not status.results:
+        return f"{status.name}: {status.state}"
+    length = status.results["accept_length"]["overall"]
+    outputs = status.results["outputs"]
+    return f"accept length {length:.2f}, {outputs['identical']} of {outputs['checked']} replies identical, {outputs['wrong']} wrong"

@@ -14,12 +14,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Any
 from uuid import UUID
 
-from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifact, aupdate_progress_artifact
+from prefect.artifacts import MarkdownArtifact, TableArtifact, acreate_progress_artifact, aupdate_progress_artifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.logging import get_run_logger
 
-from eyas.operate.status import ProgressMessage, read_progress
+from eyas.operate.status import ProgressMessage, read_progress, read_status
 from eyas.operate.wording import number
 from eyas.progress import Report
 from eyas.workspace import RunFolder
@@ -70,7 +73,7 @@ class _Publisher:
     since: datetime  # messages of an earlier attempt stay unshown
     seen: dict[str, str] = field(default_factory=dict)  # artifact key to the time of what is on show
     bars: dict[str, UUID] = field(default_factory=dict)
-    shown_plan: str = ""
+    shown: dict[str, Any] = field(default_factory=dict)
 
     async def loop(self, every_s: float) -> None:
         while True:
@@ -86,10 +89,12 @@ class _Publisher:
                     await self._show(key, message)
                     self.seen[key] = message.at
             plan = await asyncio.to_thread(self.plan)
-            if plan and plan != self.shown_plan:
+            if plan:
                 headline = next((line.strip("# ") for line in plan.split("\n") if line.strip()), "plan")
-                await acreate_markdown_artifact(plan, key=artifact_key(self.run.root.name, "plan"), description=headline)
-                self.shown_plan = plan
+                await self._keep("plan", MarkdownArtifact(markdown=plan, description=headline))
+            rows = await asyncio.to_thread(dataset_rows, self.run)
+            done = sum(row["responses"] for row in rows)
+            await self._keep("datasets", TableArtifact(table=rows, description=f"{len(rows)} datasets, {done:,} responses"))
         except Exception as error:  # the edge to another system
             logger.warning("not published run=%s error=%r", self.run.root, error)
 
@@ -101,3 +106,29 @@ class _Publisher:
             await aupdate_progress_artifact(self.bars[key], min(percent, 100.0), description=text)
         else:
             self.bars[key] = await acreate_progress_artifact(min(percent, 100.0), key=key, description=text)
+
+    async def _keep(self, name: str, artifact: MarkdownArtifact | TableArtifact) -> None:
+        """Show an artifact, in place of what this flow run showed before: a run of days keeps one row, not thousands."""
+        data = await artifact.aformat()
+        if self.shown.get(name) == data:
+            return
+        if name in self.bars:
+            async with get_client() as client:
+                update = ArtifactUpdate(data=data, description=artifact.description)
+                await client.update_artifact(artifact_id=self.bars[name], artifact=update)
+        else:
+            artifact.key = artifact_key(self.run.root.name, name)
+            created = await artifact.acreate()
+            self.bars[name] = created.id
+        self.shown[name] = data
+
+
+def dataset_rows(run: RunFolder) -> list[dict[str, Any]]:
+    """One row per dataset: prompts, responses, rejects, and the quality figures of its generation."""
+    rows = []
+    for status in read_status(run.root).datasets:
+        figures = {name.replace("_", " "): value for name, value in status.figures.items() if isinstance(value, (int, float))}
+        counts = {"prompts": status.prompts.get("done", 0), "responses": status.responses.get("done", 0)}
+        rejected = {"rejected": status.responses.get("rejected", 0), "pending": status.responses.get("pending", 0)}
+        rows.append({"dataset": status.dataset, **counts, **rejected, **{k: v for k, v in figures.items() if k not in rejected}})
+    return rows

@@ -58,18 +58,21 @@ class Page:
 
     def wait_text(self, text: str, *, seconds: float = 30) -> None:
         """Poll until the page shows `text`."""
-        self.wait(f"document.body.innerText.includes({json.dumps(text)})", seconds=seconds)
+        self.wait(f"document.body !== null && document.body.innerText.includes({json.dumps(text)})", seconds=seconds)
 
     def text(self) -> str:
-        return str(self.ask("document.body.innerText"))
+        return str(self.ask("document.body ? document.body.innerText : ''"))
 
-    def click_text(self, text: str, selector: str = "button, a, [role=tab], label, summary") -> None:
-        """Click the last shown element of `selector` whose text is `text`."""
-        self.wait(
+    def click_text(self, text: str, selector: str = "button, a, [role=tab], [role=option], label") -> None:
+        """Click the last shown element of `selector` whose text is `text`, with a real mouse."""
+        found = self.wait(
             f"""(() => {{ const hits = [...document.querySelectorAll({json.dumps(selector)})]
-            .filter(e => e.innerText.trim() === {json.dumps(text)} && e.offsetParent !== null);
-            if (!hits.length) return false; hits[hits.length - 1].click(); return true; }})()"""
+            .filter(e => e.innerText.trim() === {json.dumps(text)} && e.getClientRects().length);
+            if (!hits.length) return null; const hit = hits[hits.length - 1]; hit.scrollIntoView({{block: "center"}});
+            const box = hit.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; }})()"""
         )
+        for kind in ("mousePressed", "mouseReleased"):
+            self.send("Input.dispatchMouseEvent", type=kind, x=found[0], y=found[1], button="left", clickCount=1)
 
     def fill(self, selector: str, value: str) -> None:
         """Replace the text of an input as typing does."""
