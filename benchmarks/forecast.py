@@ -17,20 +17,30 @@ from benchmarks.generation_model import LIMIT, Work, by_scheduler, rate, referen
 from benchmarks.generation_replay import replayed_forecasts
 from eyas.generation.forecast import DatasetOutlook, LengthSample, RateCurve, forecast
 
+HOURS_AFTER = [0.0, 0.5, 1.0, 2.0, 4.0]
 CHECKPOINTS = [0.005, 0.01, 0.02, 0.05, 0.10, 0.25, 0.50, 0.75]
 
 
+Row = tuple[float, float, float, float, float]
+"""Where it was made (share done, or hours after the shock), and straight line, median, low, high over the truth."""
+
+
 def run_once(
-    seed: int, *, scale: float, drift: float = 0.0, speed: Callable[[float], float] = lambda share: 1.0
-) -> list[tuple[float, float, float, float, float]]:
-    """One simulated run: (share done, straight-line ÷ truth, median ÷ truth, low, high) of the time left at each checkpoint."""
+    seed: int,
+    *,
+    scale: float,
+    drift: float = 0.0,
+    speed: Callable[[float], float] = lambda share: 1.0,
+    shock_at: float = 0.0,
+) -> list[Row]:
+    """One simulated run and the time left that was forecast at each checkpoint, or hours after `shock_at` (share done)."""
     works = reference_work(np.random.default_rng(seed), scale=scale, drift=drift)
     total = sum(len(work.lengths) for work in works)
     samples = {id(work): LengthSample(work.cap) for work in works}
     curve, guesses = RateCurve(), []
     rng = np.random.default_rng(seed + 1_000_000)
-    waiting = [int(share * total) for share in CHECKPOINTS]
-    last_seconds, last_tokens, seconds = 0.0, 0.0, 0.0
+    shares, hours = ([], list(HOURS_AFTER)) if shock_at else (list(CHECKPOINTS), [])
+    last_seconds, last_tokens, seconds, shock_s = 0.0, 0.0, 0.0, 0.0
     for clock, work, number in simulate(works, by_scheduler, speed=speed):
         samples[id(work)].add(work.lengths[number], number)
         seconds = clock.seconds
@@ -39,16 +49,22 @@ def run_once(
             measured = (clock.tokens - last_tokens) / (clock.seconds - last_seconds)
             curve.add(clock.seconds, running, measured * (1 + 0.02 * rng.standard_normal()))
             last_seconds, last_tokens = clock.seconds, clock.tokens
-        if waiting and clock.num_done >= waiting[0]:
-            waiting.pop(0)
+        where = None
+        if shares and clock.num_done >= shares[0] * total:
+            where = shares.pop(0)
+        if shock_at and not shock_s and clock.num_done >= shock_at * total:
+            shock_s = clock.seconds
+        if shock_s and hours and clock.seconds >= shock_s + 3600 * hours[0]:
+            where = hours.pop(0)
+        if where is not None:
             outlooks = [_outlook(work, samples[id(work)], clock.progress) for work in works]
             guess = forecast(outlooks, curve, LIMIT, seed=seed)
             if guess is not None:
                 straight = clock.seconds / clock.num_done * (total - clock.num_done)
-                guesses.append((clock.num_done / total, clock.seconds, straight, guess.median_s, guess.low_s, guess.high_s))
+                guesses.append((where, clock.seconds, straight, guess.median_s, guess.low_s, guess.high_s))
     return [
-        (share, straight / (seconds - at), median / (seconds - at), low / (seconds - at), high / (seconds - at))
-        for share, at, straight, median, low, high in guesses
+        (where, straight / (seconds - at), median / (seconds - at), low / (seconds - at), high / (seconds - at))
+        for where, at, straight, median, low, high in guesses
     ]
 
 
@@ -57,21 +73,24 @@ def _outlook(work: Work, sample: LengthSample, progress: float) -> DatasetOutloo
     return DatasetOutlook(name=work.share.name, sample=sample, num_pending=work.share.num_pending, ages=ages)
 
 
-def table(title: str, runs: list[list[tuple[float, float, float, float, float]]]) -> None:
-    by_share: dict[float, list[tuple[float, ...]]] = defaultdict(list)
+def table(title: str, runs: list[list[Row]], *, is_after_shock: bool = False) -> None:
+    by_place: dict[float, list[tuple[float, ...]]] = defaultdict(list)
     for run in runs:
-        for share, *rest in run:
-            by_share[min(CHECKPOINTS, key=lambda point: abs(point - share))].append(tuple(rest))
+        for where, *rest in run:
+            by_place[where].append(tuple(rest))
     print(f"\n{title}: {len(runs)} runs")
-    print("| done | median abs error | mean error | straight line | 80 % interval covers | its half width |")
+    print(
+        f"| {'hours after' if is_after_shock else 'done'} | median abs error | mean error | straight line | covered by 80 % | half width |"
+    )
     print("|---|---|---|---|---|---|")
-    for share, rows in sorted(by_share.items()):
+    for where, rows in sorted(by_place.items()):
         values = np.array(rows)
         covered = np.mean((values[:, 2] <= 1) & (values[:, 3] >= 1))
         print(
-            f"| {share:.1%} | {np.median(np.abs(values[:, 1] - 1)):.1%} | {np.mean(values[:, 1] - 1):+.1%} "
-            f"| {np.median(np.abs(values[:, 0] - 1)):.1%} "
-            f"| {covered:.0%} | {np.median(values[:, 3] - values[:, 2]) / 2:.1%} |"
+            f"| {f'{where:g}' if is_after_shock else f'{where:.1%}'} | {np.median(np.abs(values[:, 1] - 1)):.1%} "
+            f"| {np.mean(values[:, 1] - 1):+.1%} | {np.median(np.abs(values[:, 0] - 1)):.1%} "
+            f"| {covered:.0%} | {np.median(values[:, 3] - values[:, 2]) / 2:.1%} |",
+            flush=True,
         )
 
 
@@ -96,14 +115,15 @@ def main() -> None:
         return
     print(f"peak {rate(LIMIT):.0f} tokens/s, scale {options.scale}")
     table("stationary", [run_once(seed, scale=options.scale) for seed in range(options.seeds)])
-    few = max(20, options.seeds // 5)
-    table("warm-up (30 % speed for the first 1 %)", [
-        run_once(seed, scale=options.scale, speed=lambda share: 0.3 if share < 0.01 else 1.0) for seed in range(few)
-    ])  # fmt: skip
-    table("half of the servers lost at 40 %", [
-        run_once(seed, scale=options.scale, speed=lambda share: 0.5 if share > 0.4 else 1.0) for seed in range(few)
-    ])  # fmt: skip
-    table("lengths 25 % up from each dataset's half", [run_once(seed, scale=options.scale, drift=0.25) for seed in range(few)])
+    few = max(10, options.seeds // 5)
+    shocks = [
+        ("warm-up: 30 % of the speed until 1 % is done", 0.01, 0.0, lambda share: 0.3 if share < 0.01 else 1.0),
+        ("half of the servers lost at 40 %", 0.4, 0.0, lambda share: 0.5 if share > 0.4 else 1.0),
+        ("lengths up by 25 % from each dataset's half, at 25 %", 0.25, 0.25, lambda share: 1.0),
+    ]
+    for title, shock_at, drift, speed in shocks:
+        runs = [run_once(seed, scale=options.scale, drift=drift, speed=speed, shock_at=shock_at) for seed in range(few)]
+        table(title, runs, is_after_shock=True)
 
 
 if __name__ == "__main__":

@@ -232,7 +232,7 @@ def _draw_densities(dataset: DatasetOutlook, pooled: tuple[float, float], rng: n
     prior = np.clip(1 - tail[:, 1:] / np.maximum(tail[:, :-1], 1e-12), 1e-6, 1 - 1e-6)
     prior = np.concatenate([prior, np.ones((NUM_DRAWS, 1))], axis=1)
     ended = np.cumsum(events[::-1])[::-1]
-    alive = np.concatenate([np.cumsum(censored[::-1])[::-1][1:], [0.0]])
+    alive = np.cumsum(censored[::-1])[::-1] - censored / 2  # the actuarial half: in their own bin they are at risk in part
     at_risk = ended + alive
     successes = CONCENTRATION * prior + events
     failures = CONCENTRATION * (1 - prior) + (at_risk - events)

@@ -1,0 +1,111 @@
+"""The journal: durable lines, torn tails, one writer, a full disk that pauses and loses nothing.
+
+- torn tails: https://github.com/Tracer-Cloud/opensre/issues/6356, https://github.com/PrimeIntellect-ai/verifiers/pull/1376
+- a full disk: https://github.com/atlanhq/application-sdk/pull/3188
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyas.errors import ArtifactError, ConfigError, StorageError
+from eyas.generation.journal import Journal, cut_torn_tail, parse_line, read_journal
+
+WHOLE = b'{"id":"1"}\n{"id":"2","t":"\xe2\x80\xa8"}\n'
+
+
+@pytest.mark.parametrize(
+    "tail", [b"", b'{"id":"7","te', b'{"id":"7","t":"\xe2', b'{"id":"7","t":"\xe2\x80', b'{"id":"7"}', b"\n{", b" "]
+)
+def test_a_torn_tail_is_cut_and_whole_lines_stay(tail: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(WHOLE + tail)
+    cut_torn_tail(path)
+    assert [json.loads(line)["id"] for _, _, line in read_journal(path)] == ["1", "2"]
+    assert path.read_bytes().endswith(b"\n")
+
+
+def test_a_file_that_is_one_torn_line_becomes_empty(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b"x" * 200_000)
+    assert cut_torn_tail(path) == 200_000
+    assert path.read_bytes() == b""
+
+
+def test_a_damaged_middle_line_names_file_and_byte(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b'{"id":"1"}\n{"id":\n{"id":"3"}\n')
+    lines = list(read_journal(path))
+    assert len(lines) == 3
+    with pytest.raises(ArtifactError, match="byte 11"):
+        parse_line(path, lines[1][0], lines[1][2])
+
+
+async def test_appends_are_durable_in_order_and_share_syncs(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    async with Journal(path) as journal:
+        lines = [f'{{"id":"{number}"}}\n'.encode() for number in range(500)]
+        offsets = await asyncio.gather(*(journal.append(line) for line in lines))
+        assert path.read_bytes() == b"".join(lines)
+        assert journal.num_syncs < 50
+    raw = path.read_bytes()
+    assert all(raw[offset:].startswith(line) for offset, line in zip(offsets, lines, strict=True))
+
+
+async def test_a_second_writer_is_refused(tmp_path: Path) -> None:
+    async with Journal(tmp_path / "journal.jsonl"):
+        with pytest.raises(ConfigError, match="in use by process"):
+            async with Journal(tmp_path / "journal.jsonl"):
+                pass
+
+
+class FullDisk:
+    """Stands before a journal's file: takes half of each write, then refuses, until there is space again."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+        self.is_full = True
+
+    async def write(self, data: bytes) -> int:
+        if not self.is_full:
+            return await self.file.write(data)
+        if len(data) > 4:
+            return await self.file.write(data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+async def test_a_full_disk_pauses_and_loses_nothing(tmp_path: Path) -> None:
+    path, told = tmp_path / "journal.jsonl", []
+    async with Journal(path, retry_s=0.01, on_pause=told.append) as journal:
+        await journal.append(b'{"id":"1"}\n')
+        disk = journal._file = FullDisk(journal._file)
+        waiting = asyncio.create_task(journal.append(b'{"id":"2"}\n'))
+        async with asyncio.timeout(5):
+            while not told:
+                await asyncio.sleep(0)
+        assert isinstance(told[0], StorageError)
+        assert "No space left" in str(told[0])
+        assert not waiting.done()
+        disk.is_full = False
+        await waiting
+    assert path.read_bytes() == b'{"id":"1"}\n{"id":"2"}\n'
+    assert told[-1] is None
+
+
+async def test_a_disk_that_stays_full_fails_with_a_typed_error_and_a_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    async with Journal(path, retry_s=0.001, give_up_s=0.02) as journal:
+        await journal.append(b'{"id":"1"}\n')
+        journal._file = FullDisk(journal._file)
+        with pytest.raises(StorageError, match="No space left"):
+            await journal.append(b'{"id":"2"}\n')
+    assert path.read_bytes() == b'{"id":"1"}\n'
