@@ -82,7 +82,7 @@ def check_target(spec: TargetSpec, config: RunConfig) -> None:
 
     from eyas.target.tokenizer import load_tokenizer
 
-    set_verbosity_error()  # what transformers would warn of here, we refuse in our own words
+    set_verbosity_error()  # type: ignore[no-untyped-call]  # what transformers would warn of here, we refuse in our own words
     load_tokenizer(spec)
     if config.hidden.source == "transformers":
         check_hookable(spec)

@@ -27,6 +27,8 @@ COLOURS = {
     "new": "dim",
 }
 
+_SHOWN_ELSEWHERE = {"done", "rejected", "pending", "run_tokens_per_s", "remaining_s", "remaining_low_s", "remaining_high_s"}
+
 
 def watch(root: Path, *, every_s: float) -> None:
     """Show the run until it is done or Ctrl-C; reads the folder every `every_s` seconds."""
@@ -52,6 +54,8 @@ def render_status(status: RunStatus) -> RenderableType:
     parts: list[RenderableType] = [headline, _phases(status)]
     if any(dataset.prompts or dataset.responses for dataset in status.datasets):
         parts.append(_datasets(status.datasets))
+    if status.servers:
+        parts.append(_servers(status.servers))
     parts.append(Text(_disk(status)))
     if status.results:
         parts.append(Text(_results(status.results), style="bold green"))
@@ -95,20 +99,31 @@ def _phases(status: RunStatus) -> Table:
 
 
 def _progress(phase: PhaseStatus) -> str:
-    moving = [piece for piece in phase.progress if not piece.is_final]
-    if not moving:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in phase.rejected_by_reason.items())
-        return f"rejected: {reasons}" if reasons else ""
-    done, total = sum(piece.done for piece in moving), sum(piece.total for piece in moving)
-    share = f"{done / total:.0%}" if total else ""
-    left = [float(piece.figures["remaining_s"]) for piece in moving if "remaining_s" in piece.figures]
-    words = [f"{share} of {total:,} {moving[0].unit}", f"{duration(max(left))} left" if left else ""]
+    """What moves: share, rate and remaining time; for a phase at rest, why records were rejected."""
+    if not phase.progress:
+        return (
+            "rejected: " + ", ".join(f"{n:,} {reason}" for reason, n in phase.rejected_by_reason.items())
+            if phase.rejected_by_reason
+            else ""
+        )
+    moving = [piece for piece in phase.progress if not piece.is_final] or phase.progress
+    done, total, figures = sum(piece.done for piece in moving), sum(piece.total for piece in moving), moving[-1].figures
+    share = f"{done / total:.0%} of " if total else ""
+    piece = f"{moving[0].name}: " if len(moving) == 1 and moving[0].name else ""
+    words = [f"{piece}{share}{total:,} {moving[0].unit}", *_outlook(figures)]
     if len(moving) == 1:
-        shown = [
-            (key, value) for key, value in moving[0].figures.items() if key not in ("remaining_s", "done", "rejected", "pending")
-        ]
-        words += [f"{key}={number(value)}" for key, value in shown[:3]]
-    return "  ".join(word for word in words if word)
+        words += [f"{key}={number(value)}" for key, value in figures.items() if key not in _SHOWN_ELSEWHERE][:3]
+    return "  ".join(words)
+
+
+def _outlook(figures: dict[str, Any]) -> list[str]:
+    """Throughput and remaining time with its 80 % interval, where the phase states them."""
+    words = [f"{number(figures['run_tokens_per_s'])} tokens/s"] if "run_tokens_per_s" in figures else []
+    if "remaining_s" in figures:
+        span = [duration(figures[key]) for key in ("remaining_low_s", "remaining_high_s") if key in figures]
+        interval = f" ({' to '.join(span)})" if span else ""
+        words.append(f"{duration(figures['remaining_s'])} left{interval}")
+    return words
 
 
 def _datasets(datasets: list[DatasetStatus]) -> Table:
@@ -128,6 +143,21 @@ def _datasets(datasets: list[DatasetStatus]) -> Table:
         table.add_column(name, justify="left" if name == "dataset" else "right", no_wrap=True)
     for row in zip(*shown.values(), strict=True):
         table.add_row(*row)
+    return table
+
+
+def _servers(servers: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("server", "state", "in flight", "limit", "waiting", "KV cache", "tokens/s", "retracted", "done"):
+        table.add_column(name, justify="left" if name in ("server", "state") else "right", no_wrap=True)
+    for server in servers:
+        table.add_row(
+            server["url"],
+            server["state"],
+            *(_figure(server, key) for key in ("in_flight", "limit", "waiting")),
+            _share(server, "token_usage"),
+            *(_figure(server, key) for key in ("tokens_per_s", "retracted", "done")),
+        )
     return table
 
 

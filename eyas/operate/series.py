@@ -78,24 +78,18 @@ class ForecastHistory:
 
 
 def forecast_history(run: RunFolder) -> ForecastHistory | None:
-    """From `progress/history.jsonl`: the `remaining_s` (`_low`, `_high`) figures of generation, the latest dataset deciding."""
+    """From `progress/history.jsonl`: `remaining_s` and its bounds `remaining_low_s`, `remaining_high_s`, stated of all datasets."""
     messages = [message for message in read_history(run.progress) if phase_of_stage(message.stage) == "generate"]
     stated = [message for message in messages if isinstance(message.figures.get("remaining_s"), (int, float))]
     if len(stated) < 2:
         return None
     started = min(datetime.fromisoformat(message.started_at or message.at) for message in messages)
-    latest: dict[str, tuple[float, float, float]] = {}
     history = ForecastHistory([], [], [], [], None)
     for message in stated:
         elapsed_s = (datetime.fromisoformat(message.at) - started).total_seconds()
-        values = [
-            message.figures.get(key, message.figures["remaining_s"])
-            for key in ("remaining_s", "remaining_s_low", "remaining_s_high")
-        ]
-        latest[message.name] = tuple(elapsed_s + float(value) for value in values)  # type: ignore[assignment]
         history.hours.append(elapsed_s / 3600)
-        for series, index in ((history.end, 0), (history.low, 1), (history.high, 2)):
-            series.append(max(item[index] for item in latest.values()) / 3600)
+        for ends, key in ((history.end, "remaining_s"), (history.low, "remaining_low_s"), (history.high, "remaining_high_s")):
+            ends.append((elapsed_s + float(message.figures.get(key, message.figures["remaining_s"]))) / 3600)
     finals = {message.name: message for message in messages if message.is_final}
     if finals and len(finals) == len({message.name for message in messages}):
         history.actual = max((datetime.fromisoformat(item.at) - started).total_seconds() for item in finals.values()) / 3600

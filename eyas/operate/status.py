@@ -7,6 +7,7 @@ whether anybody still works on it.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -17,12 +18,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eyas.errors import ArtifactError, ConfigError
-from eyas.files import read_json
+from eyas.files import read_json, read_json_lines
 from eyas.manifest import Counts, Manifest, verify_manifest
 from eyas.operate.children import is_alive
 from eyas.operate.phases import PHASES, Phase, phase_folders, phase_of_stage
 from eyas.progress import HISTORY_NAME, Progress
 from eyas.workspace import RunFolder
+
+_RECORD_UNITS = {"records", "prompts", "rows"}
 
 PhaseState = Literal["waiting", "running", "stalled", "stopped", "failed", "damaged", "done"]
 
@@ -101,6 +104,7 @@ class RunStatus(BaseModel):
     forecast: dict[str, Any] = Field(default_factory=dict)
     decisions: list[dict[str, Any]] = Field(default_factory=list)
     alarms: list[str] = Field(default_factory=list)
+    servers: list[dict[str, Any]] = Field(default_factory=list)
     results: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -135,7 +139,8 @@ def read_status(root: Path, *, work: dict[str, dict[str, Any]] | None = None) ->
         disk=disk,
         forecast=forecast,
         decisions=plan.get("decisions", []),
-        alarms=_alarms(phases, datasets, disk, forecast),
+        alarms=_alarms(run, phases, disk, forecast),
+        servers=_optional_json(run.progress / "servers.json").get("servers", []) if _is_generating(phases) else [],
         results={key: results[key] for key in ("accept_length", "predicted_accept_length", "speedup", "outputs") if key in results},
     )
 
@@ -260,13 +265,15 @@ def _moving_counts(manifests: list[Manifest], pieces: list[ProgressMessage]) -> 
         ("in", "done", "rejected", "pending"), 0
     )
     for piece in moving:
+        if piece.unit not in _RECORD_UNITS:  # tokens, steps, shards: shown as progress, never counted as records
+            continue
         rejected = piece.figures.get("rejected", 0)
         num_rejected = int(rejected) if not isinstance(rejected, str) else 0
         total["in"] += piece.total
         total["rejected"] += num_rejected
         total["done"] += max(0, piece.done - num_rejected)  # a phase reports how many it is through with
         total["pending"] += max(0, piece.total - max(piece.done, num_rejected))
-    return total if manifests or pieces else {}
+    return total if total["in"] else {}
 
 
 def _dataset_status(run: RunFolder, name: str, messages: list[ProgressMessage]) -> DatasetStatus:
@@ -296,17 +303,36 @@ def _run_state(phases: list[PhaseStatus]) -> Literal["new", "running", "stopped"
     return "new" if states == {"waiting"} else "stopped"
 
 
-def _alarms(phases: list[PhaseStatus], datasets: list[DatasetStatus], disk: dict[str, int], forecast: dict[str, Any]) -> list[str]:
+def _alarms(run: RunFolder, phases: list[PhaseStatus], disk: dict[str, int], forecast: dict[str, Any]) -> list[str]:
     alarms = [f"{phase.phase} is stalled: no progress recorded lately" for phase in phases if phase.state == "stalled"]
     alarms += [f"{phase.phase}: {phase.message}" for phase in phases if phase.state in ("failed", "damaged")]
-    for dataset in datasets:
-        gates = dataset.figures.get("gates")
-        if isinstance(gates, str) and gates not in ("", "ok"):
-            alarms.append(f"{dataset.dataset}: gates {gates}")
+    if _is_generating(phases):
+        alarms += _open_events(run.progress / "events.jsonl")
     wanted = int(forecast.get("disk_bytes_to_write", 0))
     if wanted > disk["free_bytes"]:
         alarms.append(f"disk: {disk['free_bytes']:,} bytes free, {wanted:,} still to be written")
     return alarms
+
+
+def _open_events(path: Path) -> list[str]:
+    """What generation's watch has said began and not yet said ended."""
+    going_on: dict[tuple[str, str], str] = {}
+    for _, line in read_json_lines(path) if path.is_file() else []:
+        try:
+            event = json.loads(line)
+            key, text = (event["kind"], event["name"]), f"{event['kind']} {event['name']}: {event['message']}"
+            is_over = event["is_over"]
+        except (ValueError, KeyError, TypeError):  # a torn line
+            continue
+        if is_over:
+            going_on.pop(key, None)
+        else:
+            going_on[key] = text
+    return list(going_on.values())
+
+
+def _is_generating(phases: list[PhaseStatus]) -> bool:
+    return any(phase.phase == "generate" and phase.state in ("running", "stalled") for phase in phases)
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

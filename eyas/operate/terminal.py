@@ -20,6 +20,8 @@ from rich.progress import Progress as Bars
 from eyas.operate.wording import duration, number
 from eyas.progress import Progress, Report
 
+_SHOWN_ELSEWHERE = {"done", "pending", "remaining_s", "remaining_low_s", "remaining_high_s"}
+
 
 @dataclass(frozen=True)
 class Terminal:
@@ -123,6 +125,6 @@ def title(progress: Progress) -> str:
 
 
 def describe_figures(progress: Progress, limit: int = 4) -> str:
-    """The first few plain figures as key=value; the remaining time is shown elsewhere."""
-    shown = [(key, value) for key, value in progress.figures.items() if key != "remaining_s"]
+    """The first few figures as key=value; counts and remaining time are shown elsewhere."""
+    shown = [(key, value) for key, value in progress.figures.items() if key not in _SHOWN_ELSEWHERE]
     return " ".join(f"{key}={number(value)}" for key, value in shown[:limit])

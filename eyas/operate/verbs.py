@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import signal
 import sys
@@ -99,6 +100,72 @@ def plan_verb(options: argparse.Namespace, api_key: str) -> int:
 
     config = read_config(options)
     print(render_plan(PlanKeeper(open_run(options.run, config), config).refresh()), end="")
+    return 0
+
+
+def adopt_verb(options: argparse.Namespace, api_key: str) -> int:
+    """Audit another script's responses and keep what passes; 3 if nothing does."""
+    from eyas.generation.adopt import adopt
+    from eyas.operate.pipeline import open_run
+
+    config = read_config(options)
+    audit = adopt(open_run(options.run, config), config, options.dataset, options.files)
+    print("\n".join(audit.lines()))
+    return 0 if audit.kept else 3
+
+
+def probe_server_verb(options: argparse.Namespace, api_key: str) -> int:
+    """Sweep each server and write the table, the plot and the advice beside the run."""
+    from eyas.operate.terminal import terminal
+    from eyas.sglang.sweep import sweep
+    from eyas.target.rendering import Renderer
+    from eyas.target.spec import load_target
+    from eyas.target.tokenizer import load_tokenizer
+
+    config = read_config(options)
+    urls = [options.url] if options.url else config.server.urls
+    if not urls:
+        raise ConfigError("there is no server to measure; give --url, or server.urls in the config")
+    spec = load_target(config.target)
+    ids = (
+        Renderer(spec, load_tokenizer(spec), config.target).render([{"role": "user", "content": "Tell me a story."}], []).input_ids
+    )
+    prompt_ids = (ids * (options.prompt_tokens // len(ids) + 1))[: options.prompt_tokens]
+    for number, url in enumerate(urls):
+        with terminal() as screen:
+            work = sweep(
+                url,
+                config.server,
+                prompt_ids,
+                vocab_size=spec.vocab_size,
+                api_key=_api_key(config, api_key),
+                new_tokens=options.new_tokens,
+                report=screen.report,
+            )
+            result = asyncio.run(work)
+        folder = RunFolder(options.run).root / "probe" / str(number)
+        folder.mkdir(parents=True, exist_ok=True)
+        result.write(folder)
+        print("\n".join([url, result.table(), *(f"- {line}" for line in result.advice), f"written to {folder}"]))
+    return 0
+
+
+def control_verb(options: argparse.Namespace, api_key: str) -> int:
+    """Change what the running session reads every second."""
+    from eyas.generation.control import read_control, write_control
+
+    _recorded_config(options.run)
+    wishes = read_control(options.run)
+    update = {
+        "paused": (wishes.paused or options.pause) and not options.resume,
+        "add_urls": sorted({*wishes.add_urls, *options.add} - set(options.drain)),
+        "drain_urls": sorted({*wishes.drain_urls, *options.drain} - set(options.add)),
+    }
+    wishes = wishes.model_copy(update=update)
+    write_control(options.run, wishes)
+    print(
+        f"paused: {wishes.paused}; added: {', '.join(wishes.add_urls) or 'none'}; drained: {', '.join(wishes.drain_urls) or 'none'}"
+    )
     return 0
 
 

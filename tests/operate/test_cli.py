@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,9 @@ from eyas.operate.children import is_alive
 from eyas.workspace import RunFolder
 
 VERBS = [
+    "adopt",
+    "probe-server",
+    "control",
     "run",
     "prepare",
     "generate",
@@ -41,8 +45,8 @@ def test_help_names_every_verb_and_every_verb_is_there(capsys: pytest.CaptureFix
     assert left.value.code == 0
     text = capsys.readouterr().out
     for verb in VERBS:
-        assert f"\n    {verb} " in text
-        assert callable(getattr(verbs, f"{verb}_verb"))
+        assert re.search(rf"^    {verb}\s", text, re.MULTILINE)
+        assert callable(getattr(verbs, f"{verb.replace('-', '_')}_verb"))
     assert "130 interrupted" in text
 
 

@@ -1,0 +1,164 @@
+"""Children, hosts and the pipeline without phases that cost time: what starts, what ends, what is recorded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from eyas.config import RunConfig, load_config
+from eyas.errors import ConfigError, EyasError, ServerError
+from eyas.files import read_json
+from eyas.operate import pipeline
+from eyas.operate.children import child_process, is_alive, last_lines, wait_for
+from eyas.operate.hosts import CommandHost, ManualHost, host_of
+from eyas.operate.terminal import PlainLines
+from eyas.progress import Progress
+from eyas.workspace import RunFolder, exclusive
+from tests.operate.test_preflight import model_server
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_child_and_its_own_children_end_with_the_block(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    with child_process(
+        ["/bin/sh", "-c", f"trap '' INT; sleep 600 & echo $! > {note}; wait"], log=tmp_path / "log", grace_s=0.3
+    ) as child:
+        wait_until(lambda: note.exists() and note.read_text().strip() != "")
+    assert child.poll() is not None
+    wait_until(lambda: not is_alive(int(note.read_text())))
+
+
+def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    code = f"""
+import time
+from pathlib import Path
+from eyas.operate.children import child_process
+with child_process(["sleep", "600"]) as child:
+    Path({str(note)!r}).write_text(str(child.pid))
+    time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    wait_until(lambda: note.exists() and note.read_text() != "")
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not is_alive(int(note.read_text())))
+
+
+def test_the_log_of_a_child_is_quoted(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with child_process(["/bin/sh", "-c", "echo first; echo 'what went wrong' >&2; exit 3"], log=log) as child:
+        assert wait_for(child, lambda: None) == 3
+    assert last_lines(log) == "what went wrong"
+
+
+def test_phases_run_in_order_and_a_failure_is_recorded(run: RunFolder, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def step(name: str) -> Callable[[object], str]:
+        def work(_: object) -> str:
+            calls.append(name)
+            if name == "extract":
+                raise EyasError("the disk is gone")
+            return name
+
+        return work
+
+    monkeypatch.setattr(pipeline, "_STEPS", {name: step(name) for name in pipeline.PHASES})
+    assert pipeline.run_pipeline(run, config, phases=["merge", "prepare"]) == {"prepare": "prepare", "merge": "merge"}
+    calls.clear()
+    with pytest.raises(EyasError, match="the disk is gone"):
+        pipeline.run_pipeline(run, config)
+    assert calls == ["prepare", "generate", "merge", "extract"]
+    rows = {row["phase"]: row for row in read_json(run.plan_json)["phases"]}
+    assert (rows["extract"]["state"], rows["extract"]["message"]) == ("failed", "the disk is gone")
+
+
+def test_one_run_has_one_worker(run: RunFolder, config: RunConfig) -> None:
+    with exclusive(run.root / ".lock", "this run"), pytest.raises(ConfigError, match=str(os.getpid())):
+        pipeline.run_pipeline(run, config, phases=["merge"])
+
+
+def test_run_json_names_config_versions_and_target(run: RunFolder, config: RunConfig) -> None:
+    about = read_json(run.run_json)
+    assert about["config"] == config.model_dump(mode="json")
+    assert about["packages"]["torch"]
+    assert len(about["target_fingerprint"]) == 64
+    assert about["target"]["hidden_size"] == 32
+
+
+def test_a_failed_trainer_is_told_with_its_own_words(run: RunFolder) -> None:
+    with pytest.raises(EyasError, match=r"training ended with code \d.*manifest.json"):
+        pipeline.train_in_child(run)
+
+
+def test_commands_bring_the_host_into_a_mode_and_back(run: RunFolder, tmp_path: Path, config_file: Callable[..., Path]) -> None:
+    trace = tmp_path / "trace"
+    commands = {mode: f"echo {mode} {{draft}} >> {trace}" for mode in ("generate", "none", "draft")}
+    with model_server({"model_path": "/somewhere/target"}) as url:
+        config = load_config(
+            config_file(server={"kind": "sglang", "urls": [url]}, operate={"host": {"kind": "command", "commands": commands}})
+        )
+        host = host_of(run, config, say=lambda text: None)
+        assert isinstance(host, CommandHost)
+        with host.serving("generate") as urls:
+            assert urls == [url]
+            assert trace.read_text().split() == ["generate"]
+        with host.serving("draft", draft=Path("/exported")):
+            pass
+        with host.serving("extract") as urls:  # no command of its own: the processors are freed
+            assert urls == []
+    assert trace.read_text().splitlines() == ["generate", "none", "draft /exported", "none", "none"]
+
+
+def test_a_failed_command_is_told_with_its_output(run: RunFolder, config_file: Callable[..., Path]) -> None:
+    commands = {"generate": "echo no such unit; exit 4", "none": "true"}
+    config = load_config(
+        config_file(
+            server={"kind": "sglang", "urls": ["http://127.0.0.1:1"]}, operate={"host": {"kind": "command", "commands": commands}}
+        )
+    )
+    with pytest.raises(ServerError, match="code 4: no such unit"), host_of(run, config, say=lambda _: None).serving("generate"):
+        pass
+
+
+def test_the_operator_is_told_what_to_start_and_given_time(run: RunFolder, config_file: Callable[..., Path]) -> None:
+    host = {"ready_timeout_s": 0.1}
+    config = load_config(config_file(server={"kind": "sglang", "urls": ["http://127.0.0.1:1"]}, operate={"host": host}))
+    said: list[str] = []
+    manual = host_of(run, config, say=said.append)
+    assert isinstance(manual, ManualHost)
+    with pytest.raises(ServerError, match="not ready within"), manual.serving("generate"):
+        pass
+    assert "start the servers now" in said[0]
+    with manual.serving("extract") as urls:
+        assert urls == []
+
+
+def test_plain_lines_are_few_and_say_rate_and_remaining_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("eyas.operate.terminal.time.monotonic", lambda: clock[0])
+    show = PlainLines(every_s=20.0)
+    for done in range(0, 101):
+        show(Progress(stage="generate", name="B1", done=done, total=200, unit="records", figures={"tokens_mean": 3.25}))
+        clock[0] += 1.0
+    show(Progress(stage="generate", name="B1", done=200, total=200, unit="records", is_final=True))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 7  # at the start, every 20 s, at the end
+    assert lines[0] == "generate B1: 0/200 records  tokens_mean=3.25"
+    assert lines[2] == "generate B1: 40/200 records  1.0/s, 3 min left  tokens_mean=3.25"
+    assert lines[-1] == "generate B1: 200/200 records  in 2 min"

@@ -1,0 +1,140 @@
+"""The status is read from the folder alone, and right while it runs, after a crash, and when a file was damaged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from eyas.files import read_json, write_json
+from eyas.operate.screen import render_status
+from eyas.operate.status import RunStatus, read_history, read_status
+from eyas.progress import Progress, recorder
+from eyas.workspace import RunFolder
+
+
+def states(status: RunStatus) -> dict[str, str]:
+    return {phase.phase: phase.state for phase in status.phases}
+
+
+def report_half(run: RunFolder) -> None:
+    recorder(run.progress)(
+        Progress(
+            stage="generate",
+            name="B2_code",
+            done=3,
+            total=4,
+            unit="records",
+            figures={"rejected": 1, "remaining_s": 30, "tokens_mean": 12.5},
+        )
+    )
+
+
+def text_of(status: RunStatus) -> str:
+    console = Console(width=140, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(render_status(status))
+    return console.export_text()
+
+
+def test_finished_run(finished_run: RunFolder) -> None:
+    status = read_status(finished_run.root)
+    assert status.state == "done"
+    assert set(states(status).values()) == {"done"}
+    assert status.phases[0].counts == {"in": 14, "done": 8, "rejected": 6, "pending": 0}
+    assert status.phases[0].rejected_by_reason == {"duplicate": 6}
+    assert status.results["outputs"]["wrong"] == 0
+    assert "speed-up" in text_of(status)
+
+
+def test_new_run(run: RunFolder) -> None:
+    assert read_status(run.root).state == "new"
+
+
+def test_running_phase_counts_manifests_and_progress_once(half_run: RunFolder) -> None:
+    report_half(half_run)
+    status = read_status(half_run.root)
+    assert states(status)["generate"] == "running"
+    assert status.phases[1].counts == {"in": 8, "done": 6, "rejected": 1, "pending": 1}
+    assert status.datasets[1].responses == {"in": 4, "done": 2, "rejected": 1, "pending": 1}
+    assert status.datasets[1].figures["tokens_mean"] == 12.5
+    text = text_of(status)
+    assert "30 s left" in text
+    assert "B2_code" in text
+
+
+def test_progress_in_tokens_is_not_counted_as_records(half_run: RunFolder) -> None:
+    recorder(half_run.progress)(Progress(stage="extract", name="B1_calls", done=500, total=1000, unit="tokens"))
+    status = read_status(half_run.root)
+    assert status.phases[3].counts == {}
+    assert "50% of 1,000 tokens" in text_of(status)
+
+
+def test_killed_process_is_stopped_not_running(half_run: RunFolder) -> None:
+    code = (
+        "import sys; from pathlib import Path; from eyas.progress import *; "
+        "recorder(Path(sys.argv[1]))(Progress(stage='generate', name='B2_code', done=1, total=4, unit='records'))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(half_run.progress)], check=True)  # has ended without a final message
+    status = read_status(half_run.root)
+    assert states(status)["generate"] == "stopped"
+    assert status.state == "stopped"
+
+
+def test_living_process_without_progress_is_stalled(half_run: RunFolder) -> None:
+    report_half(half_run)
+    path = half_run.progress / "generate-B2_code.json"
+    write_json(path, read_json(path) | {"at": "2026-01-01T00:00:00+00:00"})
+    status = read_status(half_run.root)
+    assert states(status)["generate"] == "stalled"
+    assert any("stalled" in alarm for alarm in status.alarms)
+
+
+def test_damaged_output_is_named(finished_run: RunFolder) -> None:
+    path = finished_run.responses("B1_calls") / "tokenized_data.jsonl"
+    path.write_bytes(path.read_bytes()[:-5])
+    status = read_status(finished_run.root)
+    assert states(status)["generate"] == "damaged"
+    assert any("tokenized_data.jsonl" in alarm for alarm in status.alarms)
+
+
+def test_events_that_ended_are_no_alarms(half_run: RunFolder) -> None:
+    report_half(half_run)
+    lines = [
+        '{"kind":"gate","level":"warning","name":"B1","message":"many cut","is_over":false,"at":"t"}',
+        '{"kind":"disk","level":"warning","name":"","message":"low","is_over":false,"at":"t"}',
+        '{"kind":"gate","level":"info","name":"B1","message":"over","is_over":true,"at":"t"}',
+        '{"kind":"torn',
+    ]
+    (half_run.progress / "events.jsonl").write_text("\n".join(lines))
+    assert [alarm for alarm in read_status(half_run.root).alarms if "gate" in alarm or "low" in alarm] == ["disk : low"]
+
+
+def test_progress_folder_may_be_deleted(half_run: RunFolder) -> None:
+    report_half(half_run)
+    shutil.rmtree(half_run.progress)
+    assert states(read_status(half_run.root))["generate"] == "stopped"
+
+
+def test_recorder_keeps_the_last_message_and_a_thinned_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr("eyas.progress.time.monotonic", lambda: clock[0])
+    report = recorder(tmp_path)
+    num_seconds = 4_000
+    for second in range(num_seconds):
+        clock[0] += 1.0
+        report(Progress(stage="train", done=second, total=num_seconds, unit="steps"))
+    report(Progress(stage="train", done=num_seconds, total=num_seconds, unit="steps", is_final=True))
+    history = read_history(tmp_path)
+    assert read_json(tmp_path / "train.json")["done"] == num_seconds
+    assert 300 < len(history) < 1_200
+    assert [message.done for message in history] == sorted(message.done for message in history)
+
+
+def test_recorder_survives_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    recorder(tmp_path / "file" / "progress")(Progress(stage="train", done=1, total=2, unit="steps"))
