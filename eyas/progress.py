@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -44,7 +45,7 @@ def silent(progress: Progress) -> None:
 def recorder(folder: Path, *, every_s: float = 2.0) -> Report:
     """A listener that keeps each piece's last message in `folder/<stage>[-<name>].json` and a thinned history.
 
-    Each file is the message plus `at` (UTC), `pid` and `started_at`. The history gains a line per piece
+    Each file is the message plus `at` (UTC), `pid`, `host` and `started_at`. The history gains a line per piece
     every `every_s` seconds, later every 1/300 of the piece's age, so that a run of days stays a few
     megabytes. A disk that refuses is logged, never raised: progress is not data.
     """
@@ -57,7 +58,8 @@ def recorder(folder: Path, *, every_s: float = 2.0) -> Report:
             seconds = time.monotonic()
             if seconds - piece.written_s < every_s and not progress.is_final:
                 return
-            message = {**asdict(progress), "at": _now(), "pid": os.getpid(), "started_at": piece.started_at}
+            process = {"pid": os.getpid(), "host": socket.gethostname()}
+            message = {**asdict(progress), **process, "at": _now(), "started_at": piece.started_at}
             adds_history = progress.is_final or seconds - piece.history_s >= (seconds - piece.started_s) / 300
             try:
                 _write(folder, progress, message, adds_history)
