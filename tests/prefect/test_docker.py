@@ -1,0 +1,61 @@
+"""The compose file and the image: pinned, health-checked, secrets by file, non-root, hash-locked, SM120-safe."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eyas.speculate.launch import HARDWARE_FLAGS, IMAGE
+
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "docker"
+
+
+def compose() -> dict[str, Any]:
+    return dict(yaml.safe_load((DOCKER / "compose.yaml").read_text(encoding="utf-8")))
+
+
+def pins(text: str) -> dict[str, str]:
+    return {re.sub(r"[._-]+", "-", match[1]).lower(): match[2] for match in re.finditer(r"^([\w.-]+)==([^\s;\\]+)", text, re.M)}
+
+
+def test_every_image_is_pinned_and_every_service_but_the_worker_is_health_checked() -> None:
+    for name, service in compose()["services"].items():
+        image = re.sub(r"\$\{\w+:-(.*)\}", r"\1", service["image"])
+        assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+[\w.-]*", image), image
+        assert "healthcheck" in service or name == "worker", name
+
+
+def test_passwords_and_keys_come_from_files_alone() -> None:
+    document = compose()
+    assert all(set(secret) == {"file"} for secret in document["secrets"].values())
+    text = (DOCKER / "compose.yaml").read_text(encoding="utf-8")
+    assert not re.search(r"POSTGRES_PASSWORD:|API_KEY:", text)
+
+
+def test_nothing_is_published_beyond_loopback() -> None:
+    for service in compose()["services"].values():
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+
+
+def test_sglang_runs_as_the_benchmark_expects_on_blackwell() -> None:
+    services = compose()["services"]
+    draft = " ".join(services["sglang-draft"]["command"])
+    for name, value in HARDWARE_FLAGS["blackwell"].items():
+        assert f"--{name} {value}" in draft
+    assert "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4" in draft
+    assert all(IMAGE in services[name]["image"] for name in ("sglang", "sglang-extract", "sglang-draft"))
+
+
+def test_the_image_is_not_root_and_its_packages_are_the_locks() -> None:
+    dockerfile = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
+    assert "\nUSER eyas\n" in dockerfile
+    assert "--require-hashes --no-deps" in dockerfile
+    hashed = (DOCKER / "requirements.txt").read_text(encoding="utf-8")
+    locked = pins((ROOT / "requirements" / "lock.txt").read_text(encoding="utf-8"))
+    assert pins(hashed).items() <= locked.items()
+    assert locked.keys() - pins(hashed).keys() <= {"deepspeed", "ninja"}, "make the hash lock anew: see docker/README.md"
+    assert all("--hash=sha256:" in block for block in re.split(r"\n(?=\S)", hashed) if re.match(r"[\w.-]+==", block))

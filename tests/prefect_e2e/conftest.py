@@ -1,0 +1,135 @@
+"""A real server (SQLite or PostgreSQL), a real process worker, everything registered: what `deployments up` starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from flows.server import free_port
+
+TINY = {
+    "prompts": {
+        "heldout_share": 0.25, "decontaminate_against": [], "near_duplicates": False,
+        "datasets": [
+            {"name": "B1_chat", "source": "package:mt-bench", "max_new_tokens": 24, "quota": 12},
+            {"name": "B2_calls", "source": "package:bfcl/live_simple", "max_new_tokens": 24, "quota": 12},
+        ],
+    },
+    "generation": {"canary": 2, "gates": {"empty": {"warn": 0.9, "stop": 1.0}, "rejected": {"warn": 0.9, "stop": 1.0}}},
+    "merging": {"draft_vocab_size": 512, "max_tokens": 1024},
+    "draft": {"max_steps": 60, "batch_tokens": 256, "eval_every": 30, "eval_records": 2, "num_unroll_steps": 2},
+    "benchmark": {"prompts_per_set": 1, "sets": ["heldout"], "max_new_tokens": 8, "min_verifications": 1, "accept_floor": 1.0},
+}  # fmt: skip
+"""Sections that make the pipeline a matter of a minute on the packaged target."""
+
+
+class Stack:
+    """The running pair and its API, spoken to as the UI does."""
+
+    def __init__(self, home: Path, runs: Path, port: int) -> None:
+        self.home, self.runs, self.ui = home, runs, f"http://127.0.0.1:{port}"
+        self._api = httpx.Client(base_url=f"{self.ui}/api", timeout=60)
+
+    def call(self, method: str, path: str, **body: Any) -> httpx.Response:
+        return self._api.request(method, path, json=body or None)
+
+    def deployment(self, name: str) -> str:
+        return str(self.call("GET", f"/deployments/name/{name}").json()["id"])
+
+    def submit(self, run: str, name: str = "pipeline/qwen3-8b-one-gpu", **changes: Any) -> httpx.Response:
+        """Submit the form of a deployment; for the pipeline with the tiny sections."""
+        defaults = {"target": {}, "server": {}, "hidden": {}, "operate": {}} | TINY if name.startswith("pipeline") else {}
+        return self.call(
+            "POST", f"/deployments/{self.deployment(name)}/create_flow_run", parameters={"run": run, **defaults, **changes}
+        )
+
+    def start(self, run: str, **changes: Any) -> str:
+        reply = self.submit(run, **changes)
+        assert reply.status_code == 201, reply.text
+        return str(reply.json()["id"])
+
+    def flow_run(self, flow_run_id: str) -> dict[str, Any]:
+        return dict(self.call("GET", f"/flow_runs/{flow_run_id}").json())
+
+    def wait_state(self, flow_run_id: str, *wanted: str, seconds: float = 300) -> dict[str, Any]:
+        def arrived() -> dict[str, Any] | None:
+            found = self.flow_run(flow_run_id)
+            assert found["state"]["type"] not in {"FAILED", "CRASHED"} - set(wanted), found["state"]["message"]
+            return found if found["state"]["type"] in wanted else None
+
+        return dict(until(arrived, seconds))
+
+    def pid(self, flow_run_id: str) -> int:
+        """Process of a flow run on this machine."""
+        return int(str(until(lambda: self.flow_run(flow_run_id).get("infrastructure_pid"), 120)).rpartition(":")[2])
+
+    def retry(self, flow_run_id: str) -> None:
+        """The UI's Retry button."""
+        state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "from the test"}
+        reply = self.call("POST", f"/flow_runs/{flow_run_id}/set_state", state=state, force=True)
+        assert reply.json()["status"] == "ACCEPT", reply.text
+
+
+def until(condition: Callable[[], Any], seconds: float) -> Any:
+    """Poll until the condition is truthy; its value."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "never happened"
+        time.sleep(0.2)
+    return value
+
+
+def deployments(*arguments: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "deployments", *arguments], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+@pytest.fixture(scope="session")
+def database_url(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A PostgreSQL cluster of its own; EYAS_E2E_DATABASE=sqlite takes SQLite instead."""
+    if os.environ.get("EYAS_E2E_DATABASE", "postgresql") == "sqlite":
+        yield ""
+        return
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    assert found or shutil.which("initdb"), "install postgresql, or set EYAS_E2E_DATABASE=sqlite"
+    binaries = found[-1].parent if found else Path(str(shutil.which("initdb"))).parent
+    folder = tmp_path_factory.mktemp("postgres")
+    user = ["runuser", "-u", "postgres", "--"] if os.getuid() == 0 else []
+    if user:
+        for path in (folder, *folder.parents[:2]):
+            path.chmod(0o755)
+        shutil.chown(folder, "postgres")
+    data, port = folder / "data", free_port()
+    subprocess.run([*user, binaries / "initdb", "-D", data, "-A", "trust", "-U", "eyas"], check=True, capture_output=True)
+    options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories= -c fsync=off -c max_connections=100"
+    subprocess.run([*user, binaries / "pg_ctl", "-D", data, "-w", "-o", options, "-l", folder / "log", "start"], check=True)
+    yield f"postgresql+asyncpg://eyas@127.0.0.1:{port}/postgres"
+    subprocess.run([*user, binaries / "pg_ctl", "-D", data, "-m", "immediate", "stop"], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory, database_url: str) -> Iterator[Stack]:
+    root, port = tmp_path_factory.mktemp("stack"), free_port()
+    runs = root / "work"
+    runs.mkdir()
+    where = ["--home", str(root / "home")]
+    database = ["--database-url", database_url] if database_url else []
+    deployments("up", *where, "--port", str(port), "--runs-home", str(runs), *database)
+    yield Stack(root / "home", runs, port)
+    deployments("down", *where)
+
+
+def journal_ids(run: Path) -> list[str]:
+    """Record ids in the order in which replies were journalled."""
+    lines = [line for path in sorted(run.glob("responses/*/journal-*.jsonl")) for line in path.read_bytes().split(b"\n")[:-1]]
+    return [str(record["id"]) for record in map(json.loads, lines) if "id" in record]
