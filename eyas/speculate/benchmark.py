@@ -9,31 +9,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import psutil
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from eyas.config import RunConfig
-from eyas.engine.process import EngineProcess
-from eyas.errors import ArtifactError, ConfigError, ServerError
+from eyas.errors import ArtifactError
 from eyas.files import digest_file, read_json, write_bytes, write_json
 from eyas.manifest import Counts, Manifest, file_entries, fingerprint, finished_manifest, load_manifest, now
 from eyas.progress import Progress, Report, silent
 from eyas.speculate.baselines import BigramTable
-from eyas.speculate.deploy import Check, decide, identity_checks, result_checks
+from eyas.speculate.deploy import Check, decide, result_checks
 from eyas.speculate.launch import compose_file, launch_command, server_flags
-from eyas.speculate.load import Server
 from eyas.speculate.lossless import LocalJudge, Measure, load_judge
 from eyas.speculate.measure import Predict, measure_set, num_steps
 from eyas.speculate.predict import Predictor
-from eyas.speculate.results import SetMeasurement, Side, render_report, summarise
+from eyas.speculate.report import render_report
+from eyas.speculate.results import SetMeasurement, summarise
 from eyas.speculate.server_judge import ServerJudge
+from eyas.speculate.servers import Pair, open_servers
 from eyas.speculate.sets import BenchmarkPrompt, load_set, set_name
 from eyas.target.spec import TargetSpec, load_target
 from eyas.workspace import RunFolder, exclusive
@@ -62,6 +60,7 @@ def benchmark(run: RunFolder, config: RunConfig, report: Report = silent) -> Man
         return finished
     started_at = now()
     with exclusive(run.benchmark / ".lock", "this run's benchmark"):
+        _write_launch(run, config, spec)
         measurements = _measure_all(run, config, spec, wanted, report)
         results = summarise(
             measurements,
@@ -74,7 +73,7 @@ def benchmark(run: RunFolder, config: RunConfig, report: Report = silent) -> Man
         identity = [Check.model_validate(check) for measurement in measurements for check in measurement.identity]
         decision = decide(identity + result_checks(results, config.benchmark))
         results["deployment"] = decision.model_dump()
-        _write_outputs(run, config, spec, results)
+        _write_outputs(run, results)
         num_rows = sum(len(measurement.rows) for measurement in measurements)
         names = ["results.json", "report.md", "launch.sh", "compose.yaml"]
         names += [_raw_path(run, source, wanted).name for source in config.benchmark.sets]
@@ -131,15 +130,15 @@ def _measure_all(run: RunFolder, config: RunConfig, spec: TargetSpec, wanted: st
     if missing:
         prompts = {source: load_set(run, config, spec, source) for source in missing}
         bigrams = _bigram_table(run)
-        with _servers(run, config, spec, _cache_tokens(config, prompts)) as (servers, engine, identity):
-            measure_tie, predict = _truths(run, config, spec, servers, engine["dtype"])
+        with open_servers(run, config, spec, cache_tokens=_cache_tokens(config, prompts)) as pair:
+            measure_tie, predict = _truths(run, config, spec, pair)
             for source in missing:
                 name = set_name(source)
                 steps = _Steps(report, name, num_steps(config.benchmark))
                 measurement = measure_set(
                     name,
                     prompts[source],
-                    servers,
+                    pair.servers,
                     config.benchmark,
                     measure_tie=measure_tie,
                     bigrams=bigrams,
@@ -147,27 +146,32 @@ def _measure_all(run: RunFolder, config: RunConfig, spec: TargetSpec, wanted: st
                     step=steps,
                 )
                 measurement = measurement.model_copy(
-                    update={"engine": engine, "identity": [check.model_dump() for check in identity]}
+                    update={"engine": pair.details, "identity": [check.model_dump() for check in pair.identity]}
                 )
                 write_json(_raw_path(run, source, wanted), measurement.model_dump(), indent=None)
                 found[source] = measurement
     return [measurement for measurement in found.values() if measurement is not None]
 
 
-def _truths(
-    run: RunFolder, config: RunConfig, spec: TargetSpec, servers: dict[Side, Server], dtype: str
-) -> tuple[Measure, Predict]:
+def _cache_tokens(config: RunConfig, prompts: dict[str, list[BenchmarkPrompt]]) -> int:
+    """Tokens that the cache of one engine must hold, so that two of them fit side by side: what is in flight at most."""
+    longest = max(len(prompt.input_ids) for items in prompts.values() for prompt in items) + config.benchmark.max_new_tokens
+    in_flight = max(config.benchmark.counting_concurrency, *config.benchmark.concurrency)
+    return config.server.engine.max_total_tokens or in_flight * (longest + _CACHE_SLACK_TOKENS)
+
+
+def _truths(run: RunFolder, config: RunConfig, spec: TargetSpec, pair: Pair) -> tuple[Measure, Predict]:
     """How ties are measured and replies replayed: with the target in this process where it fits, or not at all.
 
     Real servers are judged through themselves: their kernels are what may flip a tie.
     """
     num_draft_tokens = config.benchmark.num_draft_tokens
-    through_servers = ServerJudge(off=servers["off"], on=servers["on"])
+    through_servers = ServerJudge(off=pair.servers["off"], on=pair.servers["on"])
     weight_bytes = sum(path.stat().st_size for path in spec.folder.glob("*.safetensors"))
     if weight_bytes > psutil.virtual_memory().available * _MEMORY_SHARE:
         logger.warning("target of %d bytes does not fit here: no replay of the served replies", weight_bytes)
         return through_servers, lambda replies: [None] * len(replies)
-    model = load_judge(spec, dtype)
+    model = load_judge(spec, pair.dtype)
     predict = Predictor(run.export, spec, model, num_draft_tokens).counts
     return (LocalJudge(model, num_draft_tokens) if config.server.kind == "embedded" else through_servers), predict
 
@@ -218,82 +222,20 @@ def _bigram_table(run: RunFolder) -> BigramTable:
     return BigramTable.from_records(records())
 
 
-def _cache_tokens(config: RunConfig, prompts: dict[str, list[BenchmarkPrompt]]) -> int:
-    """Tokens that the cache of one engine must hold, so that two of them fit side by side: what is in flight at most."""
-    longest = max(len(prompt.input_ids) for items in prompts.values() for prompt in items) + config.benchmark.max_new_tokens
-    in_flight = max(config.benchmark.counting_concurrency, *config.benchmark.concurrency)
-    return config.server.engine.max_total_tokens or in_flight * (longest + _CACHE_SLACK_TOKENS)
-
-
-@contextmanager
-def _servers(
-    run: RunFolder, config: RunConfig, spec: TargetSpec, cache_tokens: int
-) -> Iterator[tuple[dict[Side, Server], dict[str, Any], list[Check]]]:
-    """Both servers, what the engine is, and whether the one with the draft is what it claims to be."""
-    api_key = Path(config.server.api_key_file).read_text().strip() if config.server.api_key_file else ""
-    num_draft_tokens = config.benchmark.num_draft_tokens
-    with ExitStack() as stack:
-        if config.server.kind == "embedded":
-            run.logs.mkdir(parents=True, exist_ok=True)
-            engine = config.server.engine.model_copy(
-                update={"dtype": config.benchmark.dtype, "port": 0, "max_total_tokens": cache_tokens}
-            )
-            off = stack.enter_context(
-                EngineProcess(spec.folder, config=engine, api_key=api_key, log=run.logs / "benchmark-off.log")
-            )
-            info = _server_info(off.url, api_key)
-            # Both sides in one precision: what `auto` found for the first holds for the second.
-            engine = engine.model_copy(update={"dtype": info["dtype"]})
-            on = stack.enter_context(
-                EngineProcess(
-                    spec.folder,
-                    config=engine,
-                    draft_dir=run.export,
-                    num_draft_tokens=num_draft_tokens,
-                    api_key=api_key,
-                    log=run.logs / "benchmark-on.log",
-                )
-            )
-            urls: dict[Side, str] = {"off": off.url, "on": on.url}
-        else:
-            if not config.benchmark.draft_urls:
-                raise ConfigError(
-                    "benchmark.draft_urls is empty; start SGLang with the draft (benchmark/launch.sh shows how) and give its URL"
-                )
-            urls = {"off": config.server.urls[0], "on": config.benchmark.draft_urls[0]}
-        infos = {side: _server_info(url, api_key) for side, url in urls.items()}
-        identity = identity_checks(
-            infos["on"], target=str(infos["off"].get("model_path")), draft=str(run.export), num_draft_tokens=num_draft_tokens
-        )
-        dtype = {"auto": spec.dtype}.get(infos["on"]["dtype"], infos["on"]["dtype"])
-        servers = {
-            side: Server(
-                url=url, config=config.server, has_draft=side == "on", stop_token_ids=tuple(spec.eos_token_ids), api_key=api_key
-            )
-            for side, url in urls.items()
-        }
-        details = {"dtype": dtype, "max_running_requests": infos["on"].get("max_running_requests")}
-        yield servers, details, identity
-
-
-def _server_info(url: str, api_key: str) -> dict[str, Any]:
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        response = httpx.get(f"{url}/server_info", headers=headers, timeout=30.0, trust_env=False)
-        response.raise_for_status()
-        info: dict[str, Any] = response.json()
-    except (httpx.HTTPError, ValueError) as error:
-        raise ServerError(f"{url}/server_info cannot be read: {error!r}; is the server up and the key right?") from error
-    return info
-
-
-def _write_outputs(run: RunFolder, config: RunConfig, spec: TargetSpec, results: dict[str, Any]) -> None:
-    hardware = config.benchmark.hardware
+def _write_launch(run: RunFolder, config: RunConfig, spec: TargetSpec) -> None:
+    wanted = config.benchmark
     flags = server_flags(
-        spec.folder, run.export.resolve(), hardware=hardware, num_draft_tokens=config.benchmark.num_draft_tokens, tensor_parallel=1
+        spec.folder,
+        run.export.resolve(),
+        hardware=wanted.hardware,
+        num_draft_tokens=wanted.num_draft_tokens,
+        tensor_parallel=wanted.tensor_parallel,
     )
     write_bytes(run.benchmark / "launch.sh", launch_command(flags).encode())
-    write_bytes(run.benchmark / "compose.yaml", compose_file(flags, gpus=hardware != "cpu").encode())
+    write_bytes(run.benchmark / "compose.yaml", compose_file(flags, gpus=wanted.hardware != "cpu").encode())
+
+
+def _write_outputs(run: RunFolder, results: dict[str, Any]) -> None:
     write_bytes(run.benchmark / "report.md", render_report(results).encode())
     write_json(run.benchmark / "results.json", results)
 

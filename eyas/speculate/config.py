@@ -45,3 +45,4 @@ class BenchmarkConfig(Settings):
     hardware: Literal["blackwell", "hopper", "cpu"] = Field(
         default="blackwell", description="Where the draft will be served; chooses the flags of the written launch command."
     )
+    tensor_parallel: int = Field(default=1, ge=1, description="GPUs that share the target, for the written launch command.")

@@ -195,3 +195,4 @@ def test_no_server_with_the_draft_is_refused_before_anything_is_sent(stage: Stag
     with pytest.raises(ConfigError, match="draft_urls"):
         benchmark(stage.run, config)
     assert not stage.off.requests
+    assert "--speculative-algorithm EAGLE3" in (stage.run.benchmark / "launch.sh").read_text()

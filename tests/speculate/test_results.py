@@ -8,7 +8,8 @@ import pytest
 
 from eyas.speculate.config import BenchmarkConfig
 from eyas.speculate.deploy import Check, decide, identity_checks, result_checks
-from eyas.speculate.results import Row, SetMeasurement, TimedBlock, render_report, summarise
+from eyas.speculate.report import render_report
+from eyas.speculate.results import Row, SetMeasurement, TimedBlock, summarise
 
 
 def row(id_: str, dataset: str, counts: tuple[int, int], **changes: Any) -> Row:

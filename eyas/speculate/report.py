@@ -1,0 +1,103 @@
+"""`benchmark/report.md`: the figures of `results.json` as a page that a person reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def render_report(results: dict[str, Any]) -> str:
+    """`report.md`: the figures with their raw counts, spread and what they do not say."""
+    accept, outputs = results["accept_length"], results["outputs"]
+    low, high = accept["interval_95"]
+    lines = [
+        "# Benchmark of the draft",
+        "",
+        f"Engine: {results['engine']} ({_details(results['engine_details'])}), "
+        f"K = {results['num_draft_tokens']} drafts per verification.",
+        "",
+        f"**Accept length {accept['overall']:.3f}** (95 % interval {low:.3f}–{high:.3f}; {accept['num_accepted']:,} accepted in "
+        f"{accept['num_verifications']:,} verifications; {accept['overall_pools']}). {results['definition'].capitalize()}.",
+        "",
+    ]
+    if not accept["has_enough_verifications"]:
+        lines += [
+            f"All sets together hold {results['all_sets']['num_verifications']:,} verifications, fewer than the "
+            f"{accept['wanted_verifications']:,} wanted: read the interval.",
+            "",
+        ]
+    lines += [
+        f"Replies at temperature 0 against the target without draft: {outputs['checked']} checked, "
+        f"{outputs['identical']} identical, {outputs['tie']} ties, {outputs['wrong']} wrong.",
+        "",
+        "| prompts | accept length | 95 % | verifications | predicted | bigram | prompt-lookup | identical / tie / wrong |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [_accept_line(name, item) for name, item in (results["per_dataset"] | results["per_set"]).items()]
+    lines += [
+        "",
+        "| in flight | speed-up | spread | tok/s off | tok/s on | latency p50 off → on | p99 off → on | first token p50 off → on |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [_timing_line(point) for point in results["timing"]]
+    lines += ["", _break_even(results)]
+    if accept["position_rates"]:
+        rates = ", ".join(f"{rate:.2f}" for rate in accept["position_rates"])
+        lines += ["", f"Drafts accepted at each position, given those before it: {rates}."]
+    loops = results["loops"]
+    lines += [
+        "",
+        f"{loops['with_loop']} of {loops['replies']} replies fell into a loop; {loops['tokens'] - loops['loop_free_tokens']:,} of "
+        f"{loops['tokens']:,} tokens lie behind one and count in no figure above.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _break_even(results: dict[str, Any]) -> str:
+    if results["break_even_concurrency"] is None:
+        return "The draft pays at every number of requests in flight that was measured."
+    return (
+        f"From {results['break_even_concurrency']} requests in flight the draft costs more than it gains: serve without it there."
+    )
+
+
+def _details(details: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in sorted(details.items()))
+
+
+def _accept_line(name: str, item: dict[str, Any]) -> str:
+    low, high = item["interval_95"]
+    outputs, baselines = item["outputs"], item["baselines"]
+    cells = [
+        name,
+        f"{item['accept_length']:.3f}",
+        f"{low:.3f}–{high:.3f}",
+        f"{item['num_verifications']:,}",
+        _number(item["predicted_accept_length"]),
+        _number(baselines.get("bigram")),
+        _number(baselines.get("prompt_lookup")),
+        f"{outputs['identical']} / {outputs['tie']} / {outputs['wrong']}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _timing_line(point: dict[str, Any]) -> str:
+    def pair(key: str, percent: str) -> str:
+        off, on = point[f"{key}_off"], point[f"{key}_on"]
+        return f"{off[percent]:.2f} → {on[percent]:.2f} s" if off and on else "–"
+
+    cells = [
+        str(point["concurrency"]),
+        f"{point['speedup']:.2f}×",
+        f"{point['speedup_min']:.2f}–{point['speedup_max']:.2f}",
+        f"{point['tokens_per_s_off']:.1f}",
+        f"{point['tokens_per_s_on']:.1f}",
+        pair("latency_s", "p50"),
+        pair("latency_s", "p99"),
+        pair("first_token_s", "p50"),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
