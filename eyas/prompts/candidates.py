@@ -177,7 +177,7 @@ def _drafts(preparation: Preparation, dataset: DatasetConfig, source: Source, ac
     converter = dataset.converter if dataset.converter != "auto" else source.converter
     for row in source.rows():
         if dataset.max_rows and account.num_rows >= dataset.max_rows:
-            return
+            break
         account.num_rows += 1
         try:
             yield from _prompts_of(row, preparation, dataset, converter, mapping, languages, account)

@@ -61,7 +61,11 @@ class PromptsConfig(Settings):
     contamination_ngram: int = Field(default=13, ge=3, description="Words of an n-gram whose presence means contamination.")
     languages: list[str] = Field(default_factory=list, description="Keep only these languages (ISO 639-1); empty keeps all.")
     reject_limit: float = Field(
-        default=0.5, ge=0, le=1, description="Share of rejected rows in a dataset above which the stage exits with 3."
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Share of unusable rows of a dataset above which the stage exits with 3; "
+        "duplicates, contamination, languages and quotas do not count.",
     )
 
     @model_validator(mode="after")

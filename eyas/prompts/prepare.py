@@ -68,8 +68,8 @@ def prepare_candidates(run: RunFolder, config: RunConfig, dataset: str, report: 
 def select_prompts(run: RunFolder, config: RunConfig, report: Report = silent) -> dict[str, Manifest]:
     """Select over all datasets and write `prompts/<dataset>/`; candidates that are missing are made first.
 
-    Raises `TooManyRejects` after everything is written, where a dataset's share of rejected rows is
-    above `reject_limit` (rows over a quota or not sampled do not count).
+    Raises `TooManyRejects` after everything is written, where a dataset's share of unusable rows is
+    above `reject_limit` (duplicates, contamination, languages and quotas do not count).
     """
     _require_datasets(config)
     folders: dict[str, Path] = {}
@@ -199,9 +199,10 @@ def _check_rejects(config: PromptsConfig, manifests: dict[str, Manifest]) -> Non
     for name, manifest in manifests.items():
         num_rejected = sum(count for reason, count in manifest.rejected_by_reason.items() if reason not in CHOICE_REASONS)
         if num_rejected > config.reject_limit * manifest.counts.num_in:
-            worst = sorted(manifest.rejected_by_reason.items(), key=lambda item: -item[1])[:3]
+            faults = {reason: count for reason, count in manifest.rejected_by_reason.items() if reason not in CHOICE_REASONS}
+            worst = sorted(faults.items(), key=lambda item: -item[1])[:3]
             raise TooManyRejects(
-                f"dataset {name}: {num_rejected} of {manifest.counts.num_in} rows are rejected ({dict(worst)}), "
+                f"dataset {name}: {num_rejected} of {manifest.counts.num_in} rows are unusable ({dict(worst)}), "
                 f"prompts.reject_limit is {config.reject_limit:g}; "
                 f"read prompts/{name}/{REJECTS_NAME}, mend the source or raise the limit"
             )

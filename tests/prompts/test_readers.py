@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import random
+import tracemalloc
 from pathlib import Path
 
 import pyarrow as pa
@@ -145,3 +146,35 @@ def test_a_damaged_file_is_named_with_the_last_row_read(tmp_path: Path, name: st
     path.write_bytes(data[: len(data) - 1000])
     with pytest.raises(ConfigError, match="damaged after row"):
         _values(path)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.jsonl.gz", "rows.csv"])
+def test_memory_stays_flat_while_a_file_is_read(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    line = json.dumps({"prompt": "x" * 1000}).encode()
+    data = {
+        ".jsonl": lambda: (line + b"\n") * 20_000,
+        ".json": lambda: b"[" + b",".join([line] * 20_000) + b"]",
+        ".gz": lambda: gzip.compress((line + b"\n") * 20_000),
+        ".csv": lambda: b"prompt\n" + (b"x" * 1000 + b"\n") * 20_000,
+    }[path.suffix]()
+    path.write_bytes(data)
+    del data
+    tracemalloc.start()
+    assert sum(row.problem is None for row in read_rows(path, name=name, max_row_bytes=1 << 20)) == 20_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4_000_000
+
+
+def test_memory_stays_flat_while_a_large_row_group_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(
+        pa.table({"prompt": [f"{index}" * 400 for index in range(40_000)]}), path, compression="none", use_dictionary=False
+    )
+    assert path.stat().st_size > 60_000_000
+    before = pa.total_allocated_bytes()
+    peak = 0
+    for _ in read_rows(path, name="rows.parquet", max_row_bytes=1 << 20):
+        peak = max(peak, pa.total_allocated_bytes() - before)
+    assert peak < 16_000_000
