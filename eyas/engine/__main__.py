@@ -16,6 +16,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from eyas.engine.config import EngineConfig
+from eyas.engine.listen import listen_on
 from eyas.errors import EyasError
 from eyas.target.config import TargetConfig
 
@@ -25,10 +26,10 @@ def main() -> int:
     parser = _parser()
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    from eyas.engine.launch import Launch, build_service, listen_on, serve
-
-    try:
+        try:
         bound = socket.socket(fileno=args.fd) if args.fd is not None else listen_on(args.host, args.port)
+        from eyas.engine.launch import Launch, build_service, serve  # torch and transformers: seconds
+
         launch = Launch(
             target=TargetConfig(model=args.model, context_length=args.context_length),
             config=EngineConfig(

@@ -28,7 +28,6 @@ from eyas.engine.scripted import ScriptedRunner
 from eyas.engine.server import create_app
 from eyas.engine.service import Service
 from eyas.engine.speculation import SpeculativeRunner
-from eyas.errors import ConfigError
 from eyas.target.config import TargetConfig
 from eyas.target.spec import TargetSpec, load_target
 from eyas.target.tokenizer import load_tokenizer
@@ -112,20 +111,6 @@ def make_pool(spec: TargetSpec, config: EngineConfig, dtype: torch.dtype, kv_hea
     tokens = config.max_total_tokens or min(config.max_running_requests * spec.context_length, affordable)
     num_pages = max(tokens, spec.context_length) // PAGE + 2  # one request of full length always fits
     return PagePool(kv_heads=kv_heads, num_pages=num_pages, head_dim=spec.head_dim, dtype=dtype)
-
-
-def listen_on(host: str, port: int) -> socket.socket:
-    """A bound socket; raises `ConfigError` if the port is in use or not permitted."""
-    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port} ({error.strerror}); stop what uses it or choose another --port"
-        ) from error
-    return bound
 
 
 def serve(service: Service, bound: socket.socket, *, parent_pid: int = 0) -> None:

@@ -15,6 +15,7 @@ from types import TracebackType
 import httpx
 
 from eyas.engine.config import EngineConfig
+from eyas.engine.listen import listen_on
 from eyas.errors import ConfigError, ServerError
 
 logger = logging.getLogger(__name__)
@@ -78,8 +79,6 @@ class EngineProcess:
 
     def start(self) -> None:
         """Start and wait until the server is ready; raises `ConfigError` (its exit code 2) or `ServerError`."""
-        from eyas.engine.launch import listen_on
-
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
         bound = listen_on("127.0.0.1", self._config.port)
