@@ -14,7 +14,7 @@ from rich.text import Text
 from eyas.operate.forecast import Forecast
 from eyas.operate.phases import TITLES
 from eyas.operate.status import DatasetStatus, PhaseStatus, RunStatus, read_status
-from eyas.operate.wording import duration, number, size
+from eyas.operate.wording import SHOWN_ELSEWHERE, duration, number, size
 
 COLOURS = {
     "done": "green",
@@ -23,11 +23,10 @@ COLOURS = {
     "stopped": "yellow",
     "failed": "red",
     "damaged": "red",
+    "outdated": "yellow",
     "waiting": "dim",
     "new": "dim",
 }
-
-_SHOWN_ELSEWHERE = {"done", "rejected", "pending", "run_tokens_per_s", "remaining_s", "remaining_low_s", "remaining_high_s"}
 
 
 def watch(root: Path, *, every_s: float) -> None:
@@ -112,7 +111,7 @@ def _progress(phase: PhaseStatus) -> str:
     piece = f"{moving[0].name}: " if len(moving) == 1 and moving[0].name else ""
     words = [f"{piece}{share}{total:,} {moving[0].unit}", *_outlook(figures)]
     if len(moving) == 1:
-        words += [f"{key}={number(value)}" for key, value in figures.items() if key not in _SHOWN_ELSEWHERE][:3]
+        words += [f"{key}={number(value)}" for key, value in figures.items() if key not in SHOWN_ELSEWHERE][:3]
     return "  ".join(words)
 
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eyas.errors import ArtifactError, ConfigError
 from eyas.files import read_json, read_json_lines
-from eyas.manifest import Counts, Manifest, verify_manifest
+from eyas.manifest import Counts, Manifest, load_manifest, verify_manifest
 from eyas.operate.children import is_alive
 from eyas.operate.phases import PHASES, Phase, phase_folders, phase_of_stage
 from eyas.progress import HISTORY_NAME, Progress
@@ -27,7 +27,8 @@ from eyas.workspace import RunFolder
 
 _RECORD_UNITS = {"records", "prompts", "rows"}
 
-PhaseState = Literal["waiting", "running", "stalled", "stopped", "failed", "damaged", "done"]
+PhaseState = Literal["waiting", "running", "stalled", "stopped", "failed", "damaged", "outdated", "done"]
+"""stopped: begun, and nobody works on it; damaged: a file is not what its manifest says; outdated: its inputs have changed."""
 
 
 class ProgressMessage(BaseModel):
@@ -215,14 +216,16 @@ def _phase_status(
     state: PhaseState
     if live:
         state = "running" if any(piece.age_s(now) < stall_s for piece in live) else "stalled"
+    elif _is_worked_on(work):
+        state = "running"
     elif trouble:
         state = "damaged"
     elif work.get("message") and not (is_done and work["finished_at"] < max(manifest.finished_at for manifest in manifests)):
         state, trouble = "failed", work["message"]  # also one that is complete, with too many rejects
     elif is_done:
-        state = "done"
+        state = "outdated" if any(_is_outdated(run, manifest) for manifest in manifests) else "done"
     else:
-        state = "running" if _is_worked_on(work) else "stopped" if pieces or manifests else "waiting"
+        state = "stopped" if pieces or manifests else "waiting"
     reasons: dict[str, int] = {}
     for manifest in manifests:
         for reason, count in manifest.rejected_by_reason.items():
@@ -237,6 +240,20 @@ def _phase_status(
         message=trouble,
         progress=pieces if state in ("running", "stalled", "stopped") else [],
     )
+
+
+def _is_outdated(run: RunFolder, manifest: Manifest) -> bool:
+    """True if an input of this manifest is there, and is no longer the one it was made from."""
+    folders = {"merged": run.merged, "hidden": run.hidden, "train": run.draft, "export": run.export}
+    folders["prompts"] = run.prompts(manifest.name)
+    for name, digest in manifest.inputs.items():
+        folder = run.root / name if name.startswith("responses/") else folders.get(name)
+        try:
+            if folder is not None and load_manifest(folder).digest() != digest:
+                return True
+        except ArtifactError:
+            continue
+    return False
 
 
 def _is_worked_on(work: dict[str, Any]) -> bool:
@@ -259,11 +276,10 @@ def _sum_counts(counts: list[Counts]) -> dict[str, int]:
 
 def _moving_counts(manifests: list[Manifest], pieces: list[ProgressMessage]) -> dict[str, int]:
     """Counts of a phase that is not finished: manifests of finished pieces, progress of the others."""
-    finished = {manifest.name for manifest in manifests if manifest.name}
+    redone = {piece.name for piece in pieces if not piece.is_final and piece.has_live_process}
+    finished = {manifest.name: manifest.counts for manifest in manifests if manifest.name and manifest.name not in redone}
     moving = [piece for piece in pieces if not piece.name or piece.name not in finished]
-    total = _sum_counts([manifest.counts for manifest in manifests if manifest.name]) or dict.fromkeys(
-        ("in", "done", "rejected", "pending"), 0
-    )
+    total = _sum_counts(list(finished.values())) or dict.fromkeys(("in", "done", "rejected", "pending"), 0)
     for piece in moving:
         if piece.unit not in _RECORD_UNITS:  # tokens, steps, shards: shown as progress, never counted as records
             continue

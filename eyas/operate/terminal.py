@@ -17,10 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 
-from eyas.operate.wording import duration, number
+from eyas.operate.wording import SHOWN_ELSEWHERE, duration, number
 from eyas.progress import Progress, Report
-
-_SHOWN_ELSEWHERE = {"done", "pending", "remaining_s", "remaining_low_s", "remaining_high_s"}
 
 
 @dataclass(frozen=True)
@@ -126,5 +124,5 @@ def title(progress: Progress) -> str:
 
 def describe_figures(progress: Progress, limit: int = 4) -> str:
     """The first few figures as key=value; counts and remaining time are shown elsewhere."""
-    shown = [(key, value) for key, value in progress.figures.items() if key not in _SHOWN_ELSEWHERE]
+    shown = [(key, value) for key, value in progress.figures.items() if key not in SHOWN_ELSEWHERE]
     return " ".join(f"{key}={number(value)}" for key, value in shown[:limit])

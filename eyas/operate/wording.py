@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+SHOWN_ELSEWHERE = {
+    *("done", "rejected", "pending", "replies", "tokens", "prompt_tokens"),
+    *("run_tokens_per_s", "remaining_s", "remaining_low_s", "remaining_high_s"),
+}
+"""Figures of a progress message that have a place of their own, or would only take room, in one line."""
+
 
 def number(value: float | int | str) -> str:
     """A figure in at most four significant digits, with separators; text as it stands."""

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from eyas.files import read_json, write_json
+from eyas.manifest import load_manifest
 from eyas.operate.screen import render_status
 from eyas.operate.status import RunStatus, read_history, read_status
 from eyas.progress import Progress, recorder
@@ -100,6 +101,14 @@ def test_damaged_output_is_named(finished_run: RunFolder) -> None:
     status = read_status(finished_run.root)
     assert states(status)["generate"] == "damaged"
     assert any("tokenized_data.jsonl" in alarm for alarm in status.alarms)
+
+
+def test_changed_inputs_make_what_follows_outdated(finished_run: RunFolder) -> None:
+    manifest = load_manifest(finished_run.responses("B1_calls"))
+    manifest.model_copy(update={"inputs": {"prompts": "0" * 64}}).write(finished_run.responses("B1_calls"))
+    status = read_status(finished_run.root)
+    assert states(status)["generate"] == "outdated"
+    assert status.state == "stopped"
 
 
 def test_events_that_ended_are_no_alarms(half_run: RunFolder) -> None:
