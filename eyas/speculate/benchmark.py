@@ -32,7 +32,7 @@ from eyas.speculate.report import render_report
 from eyas.speculate.results import SetMeasurement, summarise
 from eyas.speculate.server_judge import ServerJudge
 from eyas.speculate.servers import Pair, open_servers
-from eyas.speculate.sets import BenchmarkPrompt, load_set, set_name
+from eyas.speculate.sets import BenchmarkPrompt, check_set_names, load_set, set_name
 from eyas.target.spec import TargetSpec, load_target
 from eyas.workspace import RunFolder, exclusive
 
@@ -53,6 +53,7 @@ def benchmark(run: RunFolder, config: RunConfig, report: Report = silent) -> Man
     Raises `ConfigError` for a set or server that does not fit, `ServerError` where a server fails,
     `ArtifactError` where an input is not what its manifest says.
     """
+    check_set_names(config.benchmark.sets)
     spec = load_target(config.target)
     inputs = _inputs(run, config, spec)
     wanted = fingerprint(STAGE, VERSION, inputs=inputs, config=_config_that_counts(config))
@@ -94,6 +95,9 @@ def benchmark(run: RunFolder, config: RunConfig, report: Report = silent) -> Man
             },
             started_at=started_at,
         ).write(run.benchmark)
+        for path in run.benchmark.glob("raw-*.json"):  # of earlier drafts and settings
+            if path.name not in names:
+                path.unlink()
     report(Progress(stage=STAGE, done=num_rows, total=num_rows, unit="prompts", figures=_shown(results), is_final=True))
     return manifest
 

@@ -62,7 +62,7 @@ def open_servers(run: RunFolder, config: RunConfig, spec: TargetSpec, *, cache_t
             identity=identity_checks(
                 infos["on"],
                 target=str(infos["off"].get("model_path")),
-                draft=str(run.export),
+                draft=str(run.export.resolve()),
                 num_draft_tokens=config.benchmark.num_draft_tokens,
             ),
         )
@@ -80,7 +80,7 @@ def _start_embedded(
         EngineProcess(
             spec.folder,
             config=engine,
-            draft_dir=run.export,
+            draft_dir=run.export.resolve(),
             num_draft_tokens=config.benchmark.num_draft_tokens,
             api_key=api_key,
             log=run.logs / "benchmark-on.log",

@@ -35,6 +35,14 @@ def set_name(source: str) -> str:
     return name.rsplit("/", 1)[-1].split(".")[0]
 
 
+def check_set_names(sources: list[str]) -> None:
+    """Raise `ConfigError` where two sets would be written under one name."""
+    names = [set_name(source) for source in sources]
+    doubled = sorted({name for name in names if names.count(name) > 1 or (name == HELDOUT and HELDOUT not in sources)})
+    if doubled:
+        raise ConfigError(f"benchmark.sets {sources} give one name twice: {', '.join(doubled)}; rename a file or leave one out")
+
+
 def load_set(run: RunFolder, config: RunConfig, spec: TargetSpec, source: str) -> list[BenchmarkPrompt]:
     """The prompts of one set, rendered, `benchmark.prompts_per_set` at most.
 

@@ -138,6 +138,7 @@ def test_finished_benchmark_sends_nothing_and_a_new_draft_is_measured_again(stag
     export.write_text(export.read_text() + "\n")
     assert benchmark(stage.run, stage.config).fingerprint != first.fingerprint
     assert len(stage.off.requests) == 2 * sent
+    assert len(list(stage.run.benchmark.glob("raw-*.json"))) == 1
 
 
 def test_killed_benchmark_goes_on_with_what_is_missing(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
