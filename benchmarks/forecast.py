@@ -79,9 +79,8 @@ def table(title: str, runs: list[list[Row]], *, is_after_shock: bool = False) ->
         for where, *rest in run:
             by_place[where].append(tuple(rest))
     print(f"\n{title}: {len(runs)} runs")
-    print(
-        f"| {'hours after' if is_after_shock else 'done'} | median abs error | mean error | straight line | covered by 80 % | half width |"
-    )
+    place = "hours after" if is_after_shock else "done"
+    print(f"| {place} | median abs error | mean error | straight line | covered by 80 % | half width |")
     print("|---|---|---|---|---|---|")
     for where, rows in sorted(by_place.items()):
         values = np.array(rows)

@@ -52,7 +52,8 @@ async def run_with(fault: str, target: Path, tmp_path: Path, *, only_once: bool,
 
 HEALS = [
     "abort", "finish_null", "finish_missing", "finish_other", "status:429:0", "status:503:0", "status:503", "status:500",
-    "status:502", "status:404", "reset_before", "reset_during", "wrong_count", "wrong_rid", "no_ids", "text", "html", "batch",
+    "status:502", "status:404", "reset_before", "close_before", "reset_during", "wrong_count", "wrong_rid", "no_ids", "text",
+    "html", "batch",
 ]  # fmt: skip
 
 

@@ -238,6 +238,8 @@ class LoopbackServer:
         if fault == "die":
             self._stopping.set()
             return False
+        if fault == "close_before":
+            return False
         if fault == "reset_before":
             writer.transport.abort()
             return False

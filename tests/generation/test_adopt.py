@@ -1,0 +1,68 @@
+"""Responses of another script: what meets the rules is kept, the rest stays pending with its reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from eyas.generation.adopt import adopt
+from eyas.generation.session import generate
+from eyas.workspace import RunFolder
+from tests.generation.conftest import tokenized_rows
+from tests.sglang.loopback import LoopbackServer
+from tests.sglang.tiny import END_ID, FIRST_BYTE_ID, tiny_config, write_prompts
+
+BODY = [FIRST_BYTE_ID + 70 + number % 20 for number in range(30)]
+
+
+def rows_for(prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    ids = [prompt["input_ids"] for prompt in prompts]
+    good = [*BODY, END_ID]
+    return [
+        {"input_ids": ids[0], "output_ids": good, "finish_reason": "stop"},
+        {"prompt_token_ids": ids[1], "output_ids": good, "meta_info": {"finish_reason": {"type": "stop", "matched": END_ID}}},
+        {"input_ids": ids[2], "output_ids": (BODY * 10)[:60], "finish_reason": "length"},
+        {"input_ids": ids[0], "output_ids": good, "finish_reason": "stop"},
+        {"messages": [{"role": "user", "content": "x"}], "response": "text alone"},
+        {"input_ids": ids[3], "output_ids": BODY[:20], "finish_reason": "length"},
+        {"input_ids": ids[3], "output_ids": BODY, "finish_reason": "stop"},
+        {"input_ids": ids[3], "output_ids": good, "finish_reason": None},
+        {"input_ids": [1, *ids[3]], "output_ids": good, "finish_reason": "stop", "id": prompts[3]["id"]},
+        {"input_ids": [9, 9], "output_ids": good, "finish_reason": "stop"},
+        {"output_ids": good, "finish_reason": "stop"},
+        {"input_ids": ids[3], "output_ids": good, "finish_reason": "stop", "meta_info": {"prompt_tokens": len(ids[3]) - 1}},
+    ]
+
+
+EXPECTED = {
+    "already_done": 1,
+    "text_only": 1,
+    "cut_too_early": 1,
+    "end_token_missing": 1,
+    "unknown_finish": 1,
+    "other_template": 1,
+    "unknown_prompt": 1,
+    "no_prompt_ids": 1,
+    "prompt_truncated": 1,
+    "not_json": 1,
+}
+
+
+async def test_rows_are_kept_or_refused_by_reason_and_only_the_rest_is_generated(target: Path, tmp_path: Path) -> None:
+    import asyncio
+
+    config = tiny_config(target, {"a": 60})
+    run = RunFolder(tmp_path / "run").create()
+    prompts = write_prompts(run, config, "a", 10)
+    path = tmp_path / "old.jsonl"
+    path.write_bytes(b"\n".join(json.dumps(row).encode() for row in rows_for(prompts)) + b"\nbroken\n")
+    audit = await asyncio.to_thread(adopt, run, config, "a", [path])
+    assert dict(audit.refused) == EXPECTED
+    assert (audit.rows, audit.kept, audit.cut_by_length) == (13, 3, 1)
+    assert audit.examples["text_only"].startswith("old.jsonl:5")
+    with LoopbackServer(target) as server:
+        manifests = await generate(run, config, urls=[server.url])
+    assert {payload["rid"].split("-")[1] for payload in server.payloads} == {prompt["id"] for prompt in prompts[3:]}
+    assert manifests["a"].counts.done == 10
+    assert tokenized_rows(run, "a")[0]["input_ids"] == prompts[0]["input_ids"] + [*BODY, END_ID]

@@ -1,0 +1,259 @@
+"""Servers that die, return, join, drain and queue, while a session runs on them.
+
+- silent total timeouts of clients: https://github.com/BerriAI/litellm/pull/25654
+- idle sockets dropped by the server: https://github.com/NVIDIA-NeMo/Gym/pull/1555
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyas.errors import ConfigError, ServerError
+from eyas.generation import session as session_module
+from eyas.generation.control import Control, write_control
+from eyas.generation.session import GenerationSession, generate
+from eyas.sglang.client import SGLangClient
+from eyas.sglang.config import ServerConfig
+from eyas.sglang.pool import Server, ServerPool
+from eyas.workspace import RunFolder
+from tests.generation.conftest import journal_entries, tokenized_rows
+from tests.sglang.loopback import LoopbackServer
+from tests.sglang.tiny import tiny_config, write_prompts
+
+
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def fast_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "TICK_S", 0.05)
+    monkeypatch.setattr(session_module, "LOOK_S", 0.1)
+    monkeypatch.setattr(session_module, "FORECAST_S", 0.2)
+
+
+async def test_losing_every_server_pauses_the_run_and_fails_no_record(
+    target: Path, tmp_path: Path, fast_retries: None, fast_ticks: None
+) -> None:
+    config = tiny_config(target, {"a": 60}, generation={"canary": 0, "max_attempts": 2})
+    run = RunFolder(tmp_path).create()
+    write_prompts(run, config, "a", 60)
+    first = LoopbackServer(target, delay_s=0.05, max_running_requests=4)
+    with first:
+        work = asyncio.create_task(generate(run, config, urls=[first.url]))
+        await until(lambda: len(journal_entries(run, "a")) >= 10)
+        await asyncio.to_thread(first.stop)
+        num_before = len(journal_entries(run, "a"))
+        await asyncio.sleep(0.5)
+        assert len(journal_entries(run, "a")) <= num_before + 4
+        assert not work.done()
+        with LoopbackServer(target, max_running_requests=4, port=first.port):
+            manifests = await work
+    assert manifests["a"].counts.done == 60
+    assert manifests["a"].counts.rejected == 0
+
+
+async def test_an_outage_past_its_limit_fails_resumably(target: Path, tmp_path: Path, fast_retries: None, fast_ticks: None) -> None:
+    config = tiny_config(target, {"a": 60}, generation={"canary": 0}, server={"outage_limit_s": 0.5})
+    run = RunFolder(tmp_path).create()
+    write_prompts(run, config, "a", 30)
+    with LoopbackServer(target, delay_s=0.05, max_running_requests=2) as server:
+        work = asyncio.create_task(generate(run, config, urls=[server.url]))
+        await until(lambda: len(journal_entries(run, "a")) >= 4)
+        await asyncio.to_thread(server.stop)
+        with pytest.raises(ServerError, match="run the same command again"):
+            await work
+    with LoopbackServer(target) as server:
+        manifests = await generate(run, config, urls=[server.url])
+    assert manifests["a"].counts.done == 30
+
+
+async def test_no_server_at_the_start_is_said_at_once(target: Path, tmp_path: Path) -> None:
+    config = tiny_config(target, {"a": 60})
+    with pytest.raises(ServerError, match="no server answers"):
+        await generate(RunFolder(tmp_path).create(), config, urls=["http://127.0.0.1:9"])
+
+
+async def test_one_of_two_servers_dies_and_the_other_does_the_rest(
+    target: Path, tmp_path: Path, fast_retries: None, fast_ticks: None
+) -> None:
+    config = tiny_config(target, {"a": 60}, generation={"canary": 0})
+    run = RunFolder(tmp_path).create()
+    write_prompts(run, config, "a", 80)
+    options: dict[str, Any] = {"delay_s": 0.03, "max_running_requests": 4}
+    with LoopbackServer(target, **options) as one, LoopbackServer(target, **options) as two:
+        work = asyncio.create_task(generate(run, config, urls=[one.url, two.url]))
+        await until(lambda: min(len(one.payloads), len(two.payloads)) >= 5)
+        await asyncio.to_thread(one.stop)
+        manifests = await work
+    assert manifests["a"].counts.done == 80
+    assert {entry["server"] for entry in journal_entries(run, "a")} == {one.url, two.url}
+
+
+async def test_a_server_joins_and_another_is_drained_while_it_runs(target: Path, tmp_path: Path, fast_ticks: None) -> None:
+    config = tiny_config(target, {"a": 60}, generation={"canary": 0})
+    run = RunFolder(tmp_path).create()
+    write_prompts(run, config, "a", 120)
+    options: dict[str, Any] = {"delay_s": 0.05, "max_running_requests": 2}
+    with LoopbackServer(target, **options) as one, LoopbackServer(target, **options) as two:
+        work = asyncio.create_task(generate(run, config, urls=[one.url]))
+        await until(lambda: len(one.payloads) >= 4)
+        write_control(run.root, Control(add_urls=[two.url], drain_urls=[one.url]))
+        await until(lambda: len(two.payloads) >= 4)
+        await until(lambda: not one.running)
+        num_sent = len(one.payloads)
+        manifests = await work
+        assert len(one.payloads) == num_sent
+    assert manifests["a"].counts.done == 120
+
+
+async def test_pause_and_resume_by_the_operator(target: Path, tmp_path: Path, fast_ticks: None) -> None:
+    config = tiny_config(target, {"a": 60}, generation={"canary": 0})
+    run = RunFolder(tmp_path).create()
+    write_prompts(run, config, "a", 60)
+    with LoopbackServer(target, delay_s=0.02, max_running_requests=2) as server:
+        work = asyncio.create_task(generate(run, config, urls=[server.url]))
+        await until(lambda: len(server.payloads) >= 4)
+        write_control(run.root, Control(paused=True))
+        await until(lambda: not server.running, 10)
+        await asyncio.sleep(0.3)
+        assert not server.running
+        assert not work.done()
+        write_control(run.root, Control())
+        assert (await work)["a"].counts.done == 60
+    events = (run.progress / "events.jsonl").read_text()
+    assert '"kind":"paused"' in events
+
+
+async def test_leaving_the_session_aborts_what_is_on_the_server(target: Path, tmp_path: Path) -> None:
+    config = tiny_config(target, {"a": 60}, generation={"canary": 0})
+    run = RunFolder(tmp_path).create()
+    write_prompts(run, config, "a", 10)
+    with LoopbackServer(target, behave=lambda payload, nth: "never") as server:
+        work = asyncio.create_task(generate(run, config, urls=[server.url]))
+        await until(lambda: len(server.running) == 10)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        assert {payload["rid"] for payload in server.payloads} == set(server.aborted)
+
+
+async def test_a_reply_after_the_default_timeouts_of_clients_arrives_as_one_request(target: Path, tmp_path: Path) -> None:
+    config = tiny_config(target, {"a": 60}, generation={"canary": 0, "proof_prompts": 0})
+    run = RunFolder(tmp_path).create()
+    write_prompts(run, config, "a", 2)
+    with LoopbackServer(target) as server:
+        async with GenerationSession(run, config, urls=[server.url]) as session:
+            server.delay_s = 5.5  # httpx gives up after 5 s unless told otherwise
+            await session.generate_dataset("a")
+        assert len(server.payloads) == 2
+
+
+async def test_retry_after_is_honoured(target: Path, tmp_path: Path, fast_retries: None) -> None:
+    times: list[float] = []
+
+    def behave(payload: dict[str, Any], nth: int) -> str | None:
+        times.append(time.monotonic())
+        return "status:503:1" if len(times) == 1 else None
+
+    config = tiny_config(target, {"a": 60}, generation={"canary": 0}, server={"max_concurrency": 1})
+    run = RunFolder(tmp_path).create()
+    write_prompts(run, config, "a", 2)
+    with LoopbackServer(target, behave=behave) as server:
+        await generate(run, config, urls=[server.url])
+    assert times[1] - times[0] >= 0.95
+
+
+async def test_the_key_is_sent_and_reaches_no_log_and_no_file(
+    target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    config = tiny_config(target, {"a": 60})
+    run = RunFolder(tmp_path).create()
+    write_prompts(run, config, "a", 5)
+    with LoopbackServer(target, api_key="s3cret-key") as server:
+        with pytest.raises(ConfigError, match="api_key_file"):
+            await generate(run, config, urls=[server.url], api_key="wr0ng-key")
+        await generate(run, config, urls=[server.url], api_key="s3cret-key")
+    logged = "\n".join(record.getMessage() for record in caplog.records)
+    files = b"".join(path.read_bytes() for path in run.root.rglob("*") if path.is_file() and "prompts" not in path.parts)
+    for secret in ("s3cret-key", "wr0ng-key"):
+        assert secret not in logged
+        assert secret.encode() not in files
+    assert "question 1: what" not in logged
+
+
+def make_pool(count: int, limit: int = 4) -> ServerPool:
+    servers = [
+        Server(client=SGLangClient(f"http://127.0.0.1:{port}", ServerConfig()), state="ready") for port in range(1, count + 1)
+    ]
+    for server in servers:
+        server.set_ceiling(limit)
+    return ServerPool(servers)
+
+
+async def test_prompts_that_begin_alike_go_to_one_server_while_it_has_room() -> None:
+    pool = make_pool(4, limit=10)
+    prefix = list(range(128))
+    chosen = {(await pool.lease([*prefix, number])).url for number in range(10)}
+    assert len(chosen) == 1
+    assert (await pool.lease([*prefix, 99])).url not in chosen, "full: the next goes elsewhere"
+
+
+async def test_a_lost_server_moves_only_its_own_prefixes() -> None:
+    pool = make_pool(4, limit=1000)
+    prompts = [[number] * 40 for number in range(100)]
+    before = [(await pool.lease(prompt)).url for prompt in prompts]
+    lost = pool.servers[0]
+    lost.state = "open"
+    after = [(await pool.lease(prompt)).url for prompt in prompts]
+    assert all(was == now or was == lost.url for was, now in zip(before, after, strict=True))
+    assert len(set(after)) == 3
+
+
+async def test_a_limit_follows_queueing_and_retractions() -> None:
+    server = make_pool(1, limit=64).servers[0]
+    server.in_flight = 64
+    server.adapt({"waiting": 20.0}, 0)
+    assert server.limit == 46
+    server.adapt({"waiting": 0.0}, 3)
+    assert server.limit == 36
+    for _ in range(50):
+        server.in_flight = server.limit
+        server.adapt({"waiting": 0.0}, 0)
+    assert server.limit == 64, "it grows back to the server's own limit and no further"
+
+
+async def test_rows_carry_where_they_came_from(target: Path, tmp_path: Path) -> None:
+    config = tiny_config(target, {"a": 60})
+    run = RunFolder(tmp_path).create()
+    write_prompts(run, config, "a", 5)
+    with LoopbackServer(target) as server:
+        await generate(run, config, urls=[server.url])
+        sent = {payload["rid"]: payload for payload in server.payloads}
+    for entry in journal_entries(run, "a"):
+        assert entry["server"] == server.url
+        assert entry["attempt"] == 1
+        assert entry["weight_version"] == "default"
+        assert entry["started_at"] <= entry["finished_at"]
+        sampling = sent[entry["rid"]]["sampling_params"]
+        assert sampling["sampling_seed"] == entry["seed"]
+        assert {
+            key: sampling[key] for key in ("temperature", "top_p", "stop_token_ids", "skip_special_tokens", "no_stop_trim")
+        } == {
+            "temperature": 0.6,
+            "top_p": 0.9,
+            "stop_token_ids": [2],
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+        }
+    assert len(tokenized_rows(run, "a")) == 5
