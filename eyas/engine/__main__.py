@@ -26,7 +26,7 @@ def main() -> int:
     parser = _parser()
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-        try:
+    try:
         bound = socket.socket(fileno=args.fd) if args.fd is not None else listen_on(args.host, args.port)
         from eyas.engine.launch import Launch, build_service, serve  # torch and transformers: seconds
 
