@@ -20,8 +20,8 @@ from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
 from eyas.config import RunConfig, load_config
-from eyas.errors import EyasError
-from flows.server import QUIET, configured_url, default_home, local_server, ui_url
+from eyas.errors import ConfigError, EyasError
+from flows.server import QUIET, configured_url, default_home, is_healthy, local_server, ui_url
 
 INTERRUPTED = 130
 
@@ -70,6 +70,8 @@ async def _run(flow: Flow[..., Any], options: argparse.Namespace, config: RunCon
 def _server() -> Iterator[tuple[str, str]]:
     """API URL and, for a server that ends with us, the command that brings its UI back."""
     if url := configured_url():
+        if not is_healthy(url):
+            raise ConfigError(f"no Prefect server answers at {url} (PREFECT_API_URL); start it, or unset the variable")
         yield url, ""
         return
     home = default_home()

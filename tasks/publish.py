@@ -54,7 +54,7 @@ async def published(run: RunFolder, plan: Callable[[], str], listen: Report, *, 
 
     `listen` hears every message that is new, whichever process recorded it.
     """
-    publisher = _Publisher(run, plan, listen, since=datetime.now(UTC))
+    publisher = Publisher(run, plan, listen, since=datetime.now(UTC))
     loop = asyncio.create_task(publisher.loop(every_s))
     try:
         yield
@@ -66,7 +66,9 @@ async def published(run: RunFolder, plan: Callable[[], str], listen: Report, *, 
 
 
 @dataclass
-class _Publisher:
+class Publisher:
+    """What is on show for one flow run; `publish` brings it up to date."""
+
     run: RunFolder
     plan: Callable[[], str]
     listen: Report
@@ -81,6 +83,7 @@ class _Publisher:
             await asyncio.sleep(every_s)
 
     async def publish(self) -> None:
+        """Show what is new."""
         try:
             for message in await asyncio.to_thread(read_progress, self.run.progress):
                 key = artifact_key(self.run.root.name, message.stage, message.name)

@@ -46,7 +46,8 @@ async def test_a_cancelled_task_leaves_no_process_of_the_tree(tmp_path: Path) ->
 
 async def test_a_child_that_ignores_its_end_is_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    code = f"import os,signal,time;[signal.signal(n,signal.SIG_IGN) for n in (2,15)];open({str(pids)!r},'w').write(str(os.getpid()));time.sleep(600)"
+    deaf = "import os, signal, time; [signal.signal(number, signal.SIG_IGN) for number in (2, 15)]; "
+    code = deaf + f"open({str(pids)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     work = asyncio.create_task(run_child([sys.executable, "-c", code], log=tmp_path / "log", grace_s=0.5))
     (pid,) = await pids_in(pids, 1)
     work.cancel()

@@ -76,9 +76,8 @@ class Page:
 
     def fill(self, selector: str, value: str) -> None:
         """Replace the text of an input as typing does."""
-        self.wait(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); if (!e) return false; e.focus(); e.select(); return true; }})()"
-        )
+        find = f"const field = document.querySelector({json.dumps(selector)}); if (!field) return false;"
+        self.wait(f"(() => {{ {find} field.focus(); field.select(); return true; }})()")
         self.send("Input.insertText", text=value)
 
     def picture(self, path: Path, *, height: int = 0) -> None:

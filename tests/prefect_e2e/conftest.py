@@ -61,7 +61,7 @@ class Stack:
     def flow_run(self, flow_run_id: str) -> dict[str, Any]:
         return dict(self.call("GET", f"/flow_runs/{flow_run_id}").json())
 
-    def wait_state(self, flow_run_id: str, *wanted: str, seconds: float = 300) -> dict[str, Any]:
+    def wait_state(self, flow_run_id: str, *wanted: str, seconds: float = 900) -> dict[str, Any]:
         def arrived() -> dict[str, Any] | None:
             found = self.flow_run(flow_run_id)
             assert found["state"]["type"] not in {"FAILED", "CRASHED"} - set(wanted), found["state"]["message"]

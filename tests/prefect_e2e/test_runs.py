@@ -42,23 +42,23 @@ def test_killed_in_generation_and_in_training_a_retry_goes_on_to_the_end(stack: 
     """https://github.com/PrefectHQ/prefect/issues/16515: what a dead process leaves behind is taken up by manifest."""
     run = stack.runs / "killed"
     flow_run_id = stack.start("killed")
-    until(lambda: len(journal_ids(run)) >= 3, 240)
+    until(lambda: len(journal_ids(run)) >= 3, 600)
     os.kill(stack.pid(flow_run_id), signal.SIGKILL)
-    stack.wait_state(flow_run_id, "CRASHED", seconds=120)
+    stack.wait_state(flow_run_id, "CRASHED", seconds=180)
     before = journal_ids(run)
 
     stack.retry(flow_run_id)
-    until(lambda: (run / "progress" / "train.json").is_file(), 300)
+    until(lambda: (run / "progress" / "train.json").is_file(), 900)
     tree = family(stack.pid(flow_run_id))
     os.kill(tree[0].pid, signal.SIGKILL)
-    stack.wait_state(flow_run_id, "CRASHED", seconds=120)
+    stack.wait_state(flow_run_id, "CRASHED", seconds=180)
     until(lambda: not any(process.is_running() and process.status() != "zombie" for process in tree), 30)
     responses = {path: path.read_bytes() for path in run.glob("responses/*/tokenized_data.jsonl")}
 
     stack.retry(flow_run_id)
-    stack.wait_state(flow_run_id, "COMPLETED", seconds=400)
+    stack.wait_state(flow_run_id, "COMPLETED")
     ids = journal_ids(run)
-    assert ids[: len(before)] or before == []
+    assert set(before) <= set(ids)
     assert len(ids) == len(set(ids)) == 24, "nothing is generated twice"
     assert responses == {path: path.read_bytes() for path in run.glob("responses/*/tokenized_data.jsonl")}
     assert json.loads((run / "benchmark" / "results.json").read_bytes())["outputs"]["wrong"] == 0
@@ -74,7 +74,7 @@ def test_the_finished_run_again_makes_nothing(stack: Stack) -> None:
 def test_cancelling_leaves_no_child_process(stack: Stack) -> None:
     """https://github.com/PrefectHQ/prefect/issues/20979: the engine is a child of the flow's process."""
     flow_run_id = stack.start("cancelled")
-    until(lambda: len(journal_ids(stack.runs / "cancelled")) >= 1, 240)
+    until(lambda: len(journal_ids(stack.runs / "cancelled")) >= 1, 600)
     tree = family(stack.pid(flow_run_id))
     assert len(tree) > 1, "the engine runs"
     stack.call("POST", f"/flow_runs/{flow_run_id}/set_state", state={"type": "CANCELLING", "name": "Cancelling"})
