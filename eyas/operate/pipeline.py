@@ -23,11 +23,11 @@ from eyas.files import write_json
 from eyas.manifest import Manifest
 from eyas.operate.children import child_process, last_lines, wait_for
 from eyas.operate.decision import Ask, decide, nobody_answers
+from eyas.operate.following import follow_progress
 from eyas.operate.forecast import sizes_of
 from eyas.operate.hosts import Say, host_of
 from eyas.operate.phases import PHASES, Phase
 from eyas.operate.plan import PlanKeeper
-from eyas.operate.status import read_progress
 from eyas.progress import Progress, Report, recorder, silent
 from eyas.target.spec import load_target
 from eyas.workspace import RunFolder, exclusive
@@ -173,16 +173,7 @@ def train_in_child(run: RunFolder, *, report: Report = silent) -> None:
     The child ends with us. Raises the family of its exit code, with the last line of its log.
     """
     log = run.logs / "train.log"
-    seen: dict[str, str] = {}
-
-    def pass_on() -> None:
-        for message in read_progress(run.progress, "train"):
-            if seen.get(message.name) != message.at:
-                seen[message.name] = message.at
-                report(message.progress())
-
-    for message in read_progress(run.progress, "train"):  # of an earlier attempt
-        seen[message.name] = message.at
+    pass_on = follow_progress(run.progress, report, stage="train")
     with child_process([sys.executable, "-m", "eyas.draft.train", "--run", str(run.root)], log=log) as process:
         code = wait_for(process, pass_on)
     if code:

@@ -25,15 +25,26 @@ def run_verb(options: argparse.Namespace, api_key: str) -> int:
     if options.no_prefect or options.dry_run:
         return _run_phases(options, api_key, PHASES)
     from eyas.operate.children import child_process, wait_for
+    from eyas.operate.following import follow_log, follow_progress
     from eyas.operate.preflight import preflight
+    from eyas.operate.terminal import terminal
 
     config = read_config(options)
     preflight(options.run, config, api_key=_api_key(config, api_key))
     source = options.config or _recorded_config(options.run)
     command = [sys.executable, "-m", "flows.pipeline", "--config", str(source), "--run", str(options.run)]
     command += [word for setting in options.set for word in ("--set", setting)] + (["--ui"] if options.ui else [])
-    with child_process(command, parent_death_signal=signal.SIGINT, grace_s=60.0) as process:
-        return wait_for(process, lambda: None)
+    run, log = RunFolder(options.run), RunFolder(options.run).logs / "flow.log"
+    log.unlink(missing_ok=True)
+    with terminal() as screen:
+        progress, lines = follow_progress(run.progress, screen.report), follow_log(log, screen.say)
+
+        def look() -> None:
+            lines()
+            progress()
+
+        with child_process(command, log=log, parent_death_signal=signal.SIGINT) as process:
+            return wait_for(process, look)
 
 
 def prepare_verb(options: argparse.Namespace, api_key: str) -> int:

@@ -16,9 +16,10 @@ from eyas.errors import ConfigError, EyasError, ServerError
 from eyas.files import read_json
 from eyas.operate import pipeline
 from eyas.operate.children import child_process, is_alive, last_lines, wait_for
+from eyas.operate.following import follow_log, follow_progress
 from eyas.operate.hosts import CommandHost, ManualHost, host_of
 from eyas.operate.terminal import PlainLines
-from eyas.progress import Progress
+from eyas.progress import Progress, recorder
 from eyas.workspace import RunFolder, exclusive
 from tests.operate.test_preflight import model_server
 
@@ -162,3 +163,22 @@ def test_plain_lines_are_few_and_say_rate_and_remaining_time(
     assert lines[0] == "generate B1: 0/200 records  tokens_mean=3.25"
     assert lines[2] == "generate B1: 40/200 records  1.0/s, 3 min left  tokens_mean=3.25"
     assert lines[-1] == "generate B1: 200/200 records  in 2 min"
+
+
+def test_another_process_is_followed_from_where_it_stands(tmp_path: Path) -> None:
+    recorder(tmp_path)(Progress(stage="train", done=1, total=9, unit="steps"))
+    said: list[str] = []
+    seen: list[int] = []
+    progress = follow_progress(tmp_path, lambda message: seen.append(message.done), stage="train")
+    lines = follow_log(tmp_path / "log", said.append)
+    lines()
+    progress()
+    (tmp_path / "log").write_text("first\nsec")
+    recorder(tmp_path)(Progress(stage="train", done=2, total=9, unit="steps"))
+    recorder(tmp_path)(Progress(stage="merge", done=5, total=9, unit="records"))
+    for _ in range(2):
+        lines()
+        progress()
+    (tmp_path / "log").write_text("first\nsecond\n")
+    lines()
+    assert (said, seen) == (["first", "second"], [2])
