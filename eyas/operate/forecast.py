@@ -9,7 +9,6 @@ never measured there is no number. `eyas probe-server` measures them.
 from __future__ import annotations
 
 import os
-from datetime import datetime
 from typing import Any
 
 from pydantic import BaseModel
@@ -182,16 +181,8 @@ def _rest(item: PhaseForecast, status: PhaseStatus) -> PhaseForecast:
 
 def _measured_hours(status: PhaseStatus) -> float | None:
     """Hours left by what the pieces in progress say or have done; None before there is a rate."""
-    left = []
-    for piece in status.progress:
-        stated = piece.figures.get("remaining_s")
-        elapsed_s = (datetime.fromisoformat(piece.at) - datetime.fromisoformat(piece.started_at)).total_seconds()
-        if piece.is_final:
-            left.append(0.0)
-        elif isinstance(stated, (int, float)):
-            left.append(float(stated))
-        elif piece.done and elapsed_s > 20:
-            left.append(elapsed_s * (piece.total - piece.done) / piece.done)
-        else:
-            return None
-    return max(left) / 3600 if left and status.state == "running" else None
+    if status.state != "running" or not status.progress:
+        return None
+    left = [piece.remaining_s for piece in status.progress]
+    known = [seconds for seconds in left if seconds is not None]
+    return max(known) / 3600 if len(known) == len(left) else None

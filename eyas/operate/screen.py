@@ -13,7 +13,7 @@ from rich.text import Text
 
 from eyas.operate.forecast import Forecast
 from eyas.operate.phases import TITLES
-from eyas.operate.status import DatasetStatus, PhaseStatus, RunStatus, read_status
+from eyas.operate.status import DatasetStatus, PhaseStatus, ProgressMessage, RunStatus, read_status
 from eyas.operate.wording import SHOWN_ELSEWHERE, duration, number, size
 
 COLOURS = {
@@ -109,19 +109,20 @@ def _progress(phase: PhaseStatus) -> str:
     done, total, figures = sum(piece.done for piece in moving), sum(piece.total for piece in moving), moving[-1].figures
     share = f"{done / total:.0%} of " if total else ""
     piece = f"{moving[0].name}: " if len(moving) == 1 and moving[0].name else ""
-    words = [f"{piece}{share}{total:,} {moving[0].unit}", *_outlook(figures)]
+    words = [f"{piece}{share}{total:,} {moving[0].unit}", *_outlook(moving[-1])]
     if len(moving) == 1:
         words += [f"{key}={number(value)}" for key, value in figures.items() if key not in SHOWN_ELSEWHERE][:3]
     return "  ".join(words)
 
 
-def _outlook(figures: dict[str, Any]) -> list[str]:
-    """Throughput and remaining time with its 80 % interval, where the phase states them."""
+def _outlook(piece: ProgressMessage) -> list[str]:
+    """Throughput where it is stated, remaining time, and its 80 % interval where it is stated."""
+    figures = piece.figures
     words = [f"{number(figures['run_tokens_per_s'])} tokens/s"] if "run_tokens_per_s" in figures else []
-    if "remaining_s" in figures:
-        span = [duration(figures[key]) for key in ("remaining_low_s", "remaining_high_s") if key in figures]
+    if (left := piece.remaining_s) is not None and not piece.is_final:
+        span = [duration(float(figures[key])) for key in ("remaining_low_s", "remaining_high_s") if key in figures]
         interval = f" ({' to '.join(span)})" if span else ""
-        words.append(f"{duration(figures['remaining_s'])} left{interval}")
+        words.append(f"{duration(left)} left{interval}")
     return words
 
 

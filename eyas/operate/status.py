@@ -65,6 +65,17 @@ class ProgressMessage(BaseModel):
         return (now - datetime.fromisoformat(self.at)).total_seconds()
 
     @property
+    def remaining_s(self) -> float | None:
+        """Seconds left: what the phase states, otherwise in proportion to what is done; None in the first 20 s."""
+        stated = self.figures.get("remaining_s")
+        if self.is_final:
+            return 0.0
+        if isinstance(stated, (int, float)):
+            return float(stated)
+        elapsed_s = (datetime.fromisoformat(self.at) - datetime.fromisoformat(self.started_at or self.at)).total_seconds()
+        return elapsed_s * (self.total - self.done) / self.done if self.done and elapsed_s > 20 else None
+
+    @property
     def has_live_process(self) -> bool:
         """True if the process that sent it runs; another machine's processes count as running."""
         return self.host not in ("", socket.gethostname()) or is_alive(self.pid)
