@@ -38,7 +38,7 @@ from tests.engines.conftest import ROOT, RunVllm, sglang_server
 pytestmark = pytest.mark.engines
 
 K = 3
-CAP = 96
+CAP = 64
 WANTED_VERIFICATIONS = 2000
 
 
