@@ -22,6 +22,7 @@ class Contamination:
     def __init__(self, benchmarks: Iterable[tuple[str, list[str]]], num_words: int) -> None:
         """`benchmarks` holds (label of the prompt, its words)."""
         self._grams: dict[int, dict[str, str]] = {}
+        self._firsts: dict[int, set[str]] = {}
         self._vocabulary: set[str] = set()
         for label, words in benchmarks:
             length = min(num_words, len(words))
@@ -29,31 +30,23 @@ class Contamination:
                 continue
             self._vocabulary.update(words)
             grams = self._grams.setdefault(length, {})
+            self._firsts.setdefault(length, set()).update(words[: len(words) - length + 1])
             for start in range(len(words) - length + 1):
                 grams.setdefault(" ".join(words[start : start + length]), label)
 
     def find(self, words: list[str]) -> str:
         """What the words share with a benchmark, as "label: n-gram", or ""."""
-        if not self._grams:
-            return ""
-        vocabulary, shortest = self._vocabulary, min(self._grams)
-        start = 0
-        for stop, word in enumerate([*words, ""]):
-            if word in vocabulary:
-                continue
-            if stop - start >= shortest:
-                found = self._find_in(words[start:stop])
-                if found:
-                    return found
-            start = stop + 1
-        return ""
-
-    def _find_in(self, words: list[str]) -> str:
+        known = bytes(map(self._vocabulary.__contains__, words))  # 1 where a benchmark has the word
         for length, grams in self._grams.items():
-            for start in range(len(words) - length + 1):
-                gram = " ".join(words[start : start + length])
-                if gram in grams:
-                    return f"{grams[gram]}: {gram}"
+            run = b"\x01" * length
+            firsts = self._firsts[length]
+            start = known.find(run)
+            while start >= 0:
+                if words[start] in firsts:
+                    gram = " ".join(words[start : start + length])
+                    if gram in grams:
+                        return f"{grams[gram]}: {gram}"
+                start = known.find(run, start + 1)
         return ""
 
 

@@ -40,7 +40,7 @@ def signature(words: list[str]) -> bytes:
     if len(words) < _SHINGLE_WORDS:
         minhash.update([" ".join(words)])
     else:
-        minhash.update([" ".join(triple) for triple in zip(words, words[1:], words[2:], strict=False)])
+        minhash.update(list(map(" ".join, zip(words, words[1:], words[2:], strict=False))))
     return np.asarray(minhash.digest(), dtype="<u4").tobytes()
 
 

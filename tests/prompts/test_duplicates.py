@@ -4,6 +4,8 @@ import random
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from eyas.prompts.contamination import Contamination
 from eyas.prompts.duplicates import NUM_PERMUTATIONS, band_rows, find_near_duplicates, signature
@@ -104,6 +106,12 @@ def test_bands_find_a_pair_at_the_threshold(threshold: float) -> None:
 
 def test_words_ignore_case_and_punctuation_and_split_cjk() -> None:
     assert words_of(["Hello, World!", "写论文 now_1"]) == ["hello", "world", "写", "论", "文", "now_1"]
+
+
+@given(text=st.text(alphabet=st.characters(max_codepoint=127)))
+def test_ascii_words_equal_those_of_any_text(text: str) -> None:
+    assert words_of([text, "“naïve”"]) == [*words_of([text]), "naïve"]
+    assert words_of([f"“{text}” – it’s"]) == [*words_of([text]), "it", "s"]
 
 
 def test_contamination_equals_the_slow_way() -> None:
