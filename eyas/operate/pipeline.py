@@ -178,7 +178,8 @@ def train_in_child(run: RunFolder, *, report: Report = silent) -> None:
         code = wait_for(process, pass_on)
     if code:
         family = {2: ConfigError, 3: TooManyRejects}.get(code, TrainingFailed)
-        raise family(f"training ended with code {code}: {last_lines(log) or 'no output'} (log {log})")
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}: {last_lines(log) or 'no output'}"
+        raise family(f"training {how} (log {log}); run the same command again to continue from the last checkpoint")
 
 
 class TrainingFailed(EyasError):

@@ -127,7 +127,7 @@ def _outlook(piece: ProgressMessage) -> list[str]:
 
 
 def _datasets(datasets: list[DatasetStatus]) -> Table:
-    """Prompts and responses of each dataset, lengths in tokens; a column that nobody has a value for is left out."""
+    """Prompts and responses of each dataset, lengths in tokens; a column that is empty or zero throughout is left out."""
     columns: dict[str, list[str]] = {"dataset": [dataset.dataset for dataset in datasets]}
     columns["prompts"] = [_count(dataset.prompts, "done") for dataset in datasets]
     for key in ("done", "rejected", "pending"):
@@ -137,7 +137,7 @@ def _datasets(datasets: list[DatasetStatus]) -> Table:
         columns[key] = [_figure(dataset.figures, f"tokens_{key}") for dataset in datasets]
     columns["cut"] = [_share(dataset.figures, "share_cut_by_length") for dataset in datasets]
     columns["reasoning"] = [_share(dataset.figures, "share_with_reasoning") for dataset in datasets]
-    shown = {name: values for name, values in columns.items() if any(values)}
+    shown = {name: values for name, values in columns.items() if any(value not in ("", "0", "0%") for value in values)}
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in shown:
         table.add_column(name, justify="left" if name == "dataset" else "right", no_wrap=True)

@@ -122,7 +122,7 @@ def title(progress: Progress) -> str:
     return f"{progress.stage} {progress.name}" if progress.name else progress.stage
 
 
-def describe_figures(progress: Progress, limit: int = 4) -> str:
+def describe_figures(progress: Progress, limit: int = 3) -> str:
     """The first few figures as key=value; counts and remaining time are shown elsewhere."""
     shown = [(key, value) for key, value in progress.figures.items() if key not in SHOWN_ELSEWHERE]
     return " ".join(f"{key}={number(value)}" for key, value in shown[:limit])
