@@ -8,8 +8,7 @@ from prefect.blocks.core import Block
 from pydantic import Field
 
 AlertEvent = Literal[
-    "generation stalled",
-    "generation slow",
+    "run stalled",
     "gate breached",
     "disk low",
     "server down",
@@ -20,7 +19,7 @@ AlertEvent = Literal[
 ]
 
 _DEFAULT: tuple[AlertEvent, ...] = (
-    "generation stalled",
+    "run stalled",
     "gate breached",
     "disk low",
     "server down",

@@ -8,7 +8,6 @@ from prefect.blocks.core import Block
 from pydantic import Field
 
 from eyas.config import RunConfig
-from eyas.errors import ConfigError
 from eyas.operate.config import HostConfig, Mode
 
 
@@ -35,13 +34,3 @@ class TargetHost(Block):
         """The config with this host in its operate section."""
         host = HostConfig(kind=self.kind, commands=self.commands, ready_timeout_s=self.ready_timeout_s)
         return config.model_copy(update={"operate": config.operate.model_copy(update={"host": host})})
-
-
-async def host_block(name: str) -> TargetHost:
-    """The Target Host block of this name; raises `ConfigError` that says how to make it."""
-    try:
-        return await TargetHost.aload(name)
-    except ValueError as error:
-        raise ConfigError(
-            f"there is no Target Host block named {name!r}; create it in the UI under Blocks, or clear host_block"
-        ) from error

@@ -6,7 +6,6 @@ from prefect.blocks.core import Block
 from pydantic import Field, SecretStr
 
 from eyas.config import RunConfig
-from eyas.errors import ConfigError
 
 
 class SGLangServer(Block):
@@ -27,13 +26,3 @@ class SGLangServer(Block):
         changes = {"kind": "sglang", "urls": self.urls, "model": self.model, "max_concurrency": self.max_concurrency}
         section = type(config.server).model_validate({**config.server.model_dump(), **changes})
         return config.model_copy(update={"server": section})
-
-
-async def server_block(name: str) -> SGLangServer:
-    """The SGLang Server block of this name; raises `ConfigError` that says how to make it."""
-    try:
-        return await SGLangServer.aload(name)
-    except ValueError as error:
-        raise ConfigError(
-            f"there is no SGLang Server block named {name!r}; create it in the UI under Blocks, or clear server_block"
-        ) from error

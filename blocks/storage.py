@@ -10,8 +10,6 @@ import fsspec
 from prefect.filesystems import WritableFileSystem
 from pydantic import Field, SecretStr
 
-from eyas.errors import ConfigError
-
 
 class RunStorage(WritableFileSystem):
     """A shared folder or any fsspec path (s3://, gs://, file://), reachable by every worker."""
@@ -64,16 +62,6 @@ class RunStorage(WritableFileSystem):
         options = {name: value.get_secret_value() for name, value in self.options.items()}
         system, root = fsspec.core.url_to_fs(self.url, **options)
         return system, root.rstrip("/")
-
-
-async def storage_block(name: str) -> RunStorage:
-    """The Run Storage block of this name; raises `ConfigError` that says how to make it."""
-    try:
-        return await RunStorage.aload(name)
-    except ValueError as error:
-        raise ConfigError(
-            f"there is no Run Storage block named {name!r}; create it in the UI under Blocks, or clear storage_block"
-        ) from error
 
 
 def _inside(root: str, path: str) -> str:

@@ -93,8 +93,10 @@ async def _alert_automation(client: PrefectClient, name: str, alert: Alert, even
         trigger = EventTrigger(
             match=ResourceSpecification({"prefect.resource.id": f"{EVENT_PREFIX}run.*"}),
             expect={event_name(event)},
+            for_each={"prefect.resource.id"},
             posture=Posture.Reactive,
             threshold=1,
+            within=timedelta(hours=1),  # the watch finds the same thing every few minutes: tell it once an hour
         )
     return AutomationCore(
         name=f"Eyas: {event} → {name}",

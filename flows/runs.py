@@ -10,12 +10,10 @@ from pathlib import Path
 
 from prefect.artifacts import acreate_markdown_artifact
 
-from blocks import RunStorage
-from blocks.hosts import host_block
-from blocks.servers import server_block
-from blocks.storage import storage_block
+from blocks import RunStorage, SGLangServer, TargetHost
+from blocks.loading import load_block
 from eyas.config import RunConfig, apply_override, parse_config
-from eyas.errors import ConfigError
+from eyas.errors import ConfigError, GateError
 from eyas.files import read_json
 from eyas.operate.pipeline import open_run
 from eyas.operate.plan import PlanKeeper
@@ -23,6 +21,7 @@ from eyas.operate.status import read_status
 from eyas.workspace import RunFolder, exclusive
 from flows.decide import recorded_settings
 from flows.phases import Job
+from tasks.events import emit
 from tasks.publish import artifact_key, published
 
 RESULTS_NAME = ".prefect"
@@ -44,11 +43,11 @@ async def running(run: str, config: RunConfig, blocks: BlockNames = BlockNames()
     config = config.model_copy(update={"name": root.name})
     api_key = ""
     if blocks.server:
-        server = await server_block(blocks.server)
+        server = await load_block(SGLangServer, blocks.server)
         config, api_key = server.applied(config), server.api_key.get_secret_value() if server.api_key else ""
     if blocks.host:
-        config = (await host_block(blocks.host)).applied(config)
-    storage = await storage_block(blocks.storage) if blocks.storage else None
+        config = (await load_block(TargetHost, blocks.host)).applied(config)
+    storage = await load_block(RunStorage, blocks.storage) if blocks.storage else None
     results = f"{RunStorage.get_block_type_slug()}/{blocks.storage}" if storage else (root / RESULTS_NAME).resolve()
     folder = RunFolder(root).create()
     with exclusive(root / ".lock", f"run folder {root}"):
@@ -58,7 +57,11 @@ async def running(run: str, config: RunConfig, blocks: BlockNames = BlockNames()
         if settings := recorded_settings(job):
             job.apply(settings)
         async with published(folder, lambda: _plan(folder), lambda progress: job.keeper.on_progress(progress)):
-            yield job
+            try:
+                yield job
+            except GateError as error:
+                emit("gate breached", root, str(error))
+                raise
         from eyas.operate.report import write_report  # with its plots it costs a second
 
         markdown, html = await asyncio.to_thread(write_report, folder)

@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr, ValidationError
 
 from blocks import RunStorage, SGLangServer, TargetHost
-from blocks.servers import server_block
+from blocks.loading import load_block
 from eyas.errors import ConfigError
 from tests.prefect.paper import Paper, config_with
 from tests.prefect.test_pipeline import run_pipeline
@@ -18,7 +18,7 @@ async def test_a_server_block_replaces_the_section_and_keeps_its_key_out_of_the_
     await SGLangServer(urls=["http://10.0.0.7:30000"], api_key=SecretStr("hush-hush"), max_concurrency=8).save(
         "blackwell", overwrite=True
     )
-    block = await server_block("blackwell")
+    block = await load_block(SGLangServer, "blackwell")
     config = block.applied(config_with())
     assert (config.server.kind, config.server.urls, config.server.max_concurrency) == ("sglang", ["http://10.0.0.7:30000"], 8)
     assert "hush-hush" not in config.model_dump_json() + repr(block) + str(block)
@@ -28,7 +28,7 @@ async def test_a_server_block_replaces_the_section_and_keeps_its_key_out_of_the_
 
 async def test_a_missing_block_is_refused_with_the_next_step(paper: Paper, run: str) -> None:
     with pytest.raises(ConfigError, match=r"no SGLang Server block named 'nowhere'.*create it"):
-        await server_block("nowhere")
+        await load_block(SGLangServer, "nowhere")
     state = await run_pipeline(run, server_block="nowhere")
     assert isinstance(await state.aresult(raise_on_failure=False), ConfigError)
     assert not paper.made
