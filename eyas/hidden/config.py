@@ -12,7 +12,18 @@ from eyas.settings import Settings
 class HiddenConfig(Settings):
     """Phase 4: source, codec and shape of the hidden-state store."""
 
-    source: Literal["transformers", "sglang", "vllm"] = Field(default="transformers", description="Who computes the states.")
+    source: Literal["transformers", "sglang"] = Field(
+        default="transformers",
+        description="Who computes the states: transformers here, or the SGLang servers of server.urls in aux mode.",
+    )
+    sink: str = Field(
+        default="",
+        description="Folder that our plugin in those servers writes states to; empty takes plain HTTP, for small targets.",
+    )
+    final_urls: list[str] = Field(
+        default_factory=list, description="Without a sink: SGLang servers that give final states (one server gives aux or final)."
+    )
+    concurrency: int = Field(default=8, ge=1, description="Requests in flight of the sglang source.")
     codec: Literal["bf16"] = Field(default="bf16", description="How states are stored.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="Precision of the forward pass of the transformers source."

@@ -124,7 +124,7 @@ def _try_shard(
         if not is_mine:
             return False
         if finished_entry(run, plan, kind) is None:
-            source = open_source(config.hidden, spec, kind)
+            source = open_source(config, spec, kind)
             ensure_proven(run, config, spec, kind, source)
             check_disk(
                 run.hidden, store_bytes(plan.num_records, plan.num_tokens, spec.hidden_size), config.hidden.disk_reserve_bytes

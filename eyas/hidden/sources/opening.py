@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from eyas.config import RunConfig
 from eyas.errors import ConfigError
-from eyas.hidden.config import HiddenConfig
 from eyas.hidden.kind import StoreKind
 from eyas.hidden.sources.protocol import Source
 from eyas.target.spec import TargetSpec
 
 
-def open_source(config: HiddenConfig, spec: TargetSpec, kind: StoreKind) -> Source:
-    """The source that `config` names; raises `ConfigError` if it is not to be had here."""
-    if config.source == "transformers":
+def open_source(config: RunConfig, spec: TargetSpec, kind: StoreKind) -> Source:
+    """The source that `hidden.source` names; raises `ConfigError` or `ServerError` if it is not to be had."""
+    hidden = config.hidden
+    if hidden.source == "transformers":
         from eyas.hidden.sources.transformers import shared_source
 
-        return shared_source(spec, dtype=kind.dtype, batch_tokens=config.batch_tokens, threads=config.threads)
-    raise ConfigError(f"hidden.source {config.source!r} is not available; wanted transformers")
+        return shared_source(spec, dtype=kind.dtype, batch_tokens=hidden.batch_tokens, threads=hidden.threads)
+    from eyas.hidden.sources.sglang import SglangSource
+
+    return SglangSource(
+        config.server.urls,
+        final_urls=hidden.final_urls,
+        sink=Path(hidden.sink) if hidden.sink else None,
+        hidden_size=spec.hidden_size,
+        concurrency=hidden.concurrency,
+        api_key=_api_key(config.server.api_key_file),
+    )
+
+
+def _api_key(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text().strip() if path else ""
+    except OSError as error:
+        raise ConfigError(f"server.api_key_file {path} cannot be read ({error.strerror}); correct the path") from error

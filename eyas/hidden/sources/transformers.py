@@ -100,7 +100,7 @@ def load_model(spec: TargetSpec, dtype: str) -> PreTrainedModel:
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ConfigError(
             f"target {spec.folder} cannot be loaded by transformers ({' '.join(str(error).split())[:200]}); "
-            "set hidden.source to sglang or vllm, or choose another target"
+            "set hidden.source to sglang, or choose another target"
         ) from error
     model.eval()  # type: ignore[no-untyped-call]
     return model
@@ -111,7 +111,7 @@ def _blocks_of(decoder: torch.nn.Module, spec: TargetSpec) -> torch.nn.ModuleLis
     if not lists:
         raise ConfigError(
             f"target {spec.folder} ({spec.architecture}) shows no list of {spec.num_layers} blocks to hook; "
-            "set hidden.source to sglang or vllm, or choose another target"
+            "set hidden.source to sglang, or choose another target"
         )
     return lists[0]
 

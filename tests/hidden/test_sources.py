@@ -1,0 +1,103 @@
+"""Every source gives the same states of the same tiny target, and says in clear words when it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eyas.errors import ConfigError
+from eyas.hidden.extract import extract
+from eyas.hidden.sources.protocol import Source
+from eyas.hidden.sources.sglang import SglangSource
+from eyas.hidden.sources.transformers import TransformersSource
+from eyas.hidden.store import HiddenStore
+from eyas.target.config import TargetConfig
+from eyas.target.spec import load_target
+from tests.hidden.fake_sglang import fake_sglang
+from tests.hidden.tiny import HIDDEN_SIZE, TinyRun, plain_states
+
+SEQUENCES = [np.random.default_rng(n).integers(5, 261, size).astype(np.int32) for n, size in enumerate((30, 1, 7, 64, 7))]
+
+
+def open_sglang(url: str, **changes: Any) -> SglangSource:
+    return SglangSource([url], **{"final_urls": [], "sink": None, "hidden_size": HIDDEN_SIZE, "concurrency": 3, **changes})
+
+
+@pytest.fixture(params=["transformers", "sglang over HTTP", "sglang with the plugin"])
+def source(request: pytest.FixtureRequest, target: Path, tmp_path: Path) -> Iterator[Source]:
+    with ExitStack() as stack:
+        if request.param == "transformers":
+            spec = load_target(TargetConfig(model=str(target)))
+            yield TransformersSource(spec, dtype="float32", batch_tokens=64, threads=1)
+        elif request.param == "sglang over HTTP":
+            final_url = stack.enter_context(fake_sglang(target, mode="final"))
+            yield open_sglang(stack.enter_context(fake_sglang(target, mode="aux", fault="busy")), final_urls=[final_url])
+        else:
+            sink = tmp_path / "sink"
+            sink.mkdir()
+            yield open_sglang(stack.enter_context(fake_sglang(target, mode="aux", sink=sink)), sink=sink)
+            assert list(sink.iterdir()) == []  # what was read is gone
+
+
+def test_a_source_conforms(source: Source, target: Path) -> None:
+    seen = dict(source.extract(SEQUENCES))
+    assert sorted(seen) == list(range(len(SEQUENCES)))
+    for index, sequence in enumerate(SEQUENCES):
+        aux, final = plain_states(target, sequence.tolist())
+        assert (seen[index].aux.dtype, seen[index].final.dtype) == (torch.bfloat16, torch.bfloat16)
+        torch.testing.assert_close(seen[index].aux.float(), aux, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(seen[index].final.float(), final, rtol=1e-2, atol=1e-2)
+    assert dict(source.extract([])) == {}
+
+
+def test_rows_lost_to_a_prefix_cache_are_refused(target: Path) -> None:
+    """https://github.com/vllm-project/vllm/issues/44485: only the uncached suffix has states."""
+    with fake_sglang(target, mode="aux", fault="prefix_cache") as url:
+        source = open_sglang(url, final_urls=[url], sink=target)
+        with pytest.raises(ConfigError, match="4 ids from its prefix cache"):
+            list(source.extract(SEQUENCES[:1]))
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        ({"disable_radix_cache": False}, "is not in the mode that extraction needs"),
+        ({"chunked_prefill_size": 2048}, "is not in the mode that extraction needs"),
+        ({"enable_return_aux_hidden_states": False}, "is not in the mode that extraction needs"),
+    ],
+)
+def test_a_server_in_the_wrong_mode_is_refused_before_the_first_request(target: Path, info: dict[str, Any], message: str) -> None:
+    with fake_sglang(target, mode="aux", info=info) as url, pytest.raises(ConfigError, match=message):
+        open_sglang(url, sink=target)
+
+
+def test_a_server_without_the_plugin_is_named(target: Path, tmp_path: Path) -> None:
+    with fake_sglang(target, mode="aux", sink=tmp_path, fault="no_plugin") as url:
+        source = open_sglang(url, sink=tmp_path)
+        with pytest.raises(ConfigError, match="its plugin is not active"):
+            list(source.extract(SEQUENCES[:1]))
+
+
+def test_missing_servers_are_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match=r"server\.urls started with"):
+        SglangSource([], final_urls=[], sink=None, hidden_size=4, concurrency=1)
+
+
+def test_a_run_extracts_from_sglang(tiny: TinyRun, tmp_path: Path) -> None:
+    rows = tiny.write_greedy("a", 5)
+    sink = tmp_path / "sink"
+    sink.mkdir()
+    with fake_sglang(tiny.target, mode="aux", sink=sink) as url:
+        settings = {"source": "sglang", "sink": str(sink), "probe_records": 3, "disk_reserve_bytes": 0}
+        sampling = {"sampling": {"temperature": 0.0}}
+        config = tiny.config("a", server={"kind": "sglang", "urls": [url]}, hidden=settings, generation=sampling)
+        manifest = extract(tiny.run, config)
+    assert manifest.counts.done == 5
+    record = HiddenStore(tiny.run.hidden).record(rows[0]["id"])
+    torch.testing.assert_close(record.aux.float(), plain_states(tiny.target, rows[0]["input_ids"])[0], rtol=1e-2, atol=1e-2)
