@@ -193,6 +193,8 @@ class LoopbackServer:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.running[rid].wait(), delay)
             output_ids, finish = self.answer(input_ids, asked)
+            if sampling.get("ignore_eos"):
+                output_ids, finish = (output_ids * asked)[:asked], "length"
             reason: dict[str, Any] | None = (
                 {"type": finish, "matched": END_ID} if finish == "stop" else {"type": finish, "length": asked}
             )
