@@ -79,7 +79,7 @@ class DraftModel:
     def propose(self, states: Tensor) -> Tensor:
         """The most likely next token, as a target id, of each row of `states` [N, H] → [N]."""
         normed = functional.rms_norm(states, (self.spec.hidden_size,), self._norm, self.spec.rms_norm_eps)
-        return self._target_ids[self._lm_head(normed).argmax(-1)]
+        return self._target_ids[self._lm_head(normed).max(-1).indices]
 
 
 class TensorTable:

