@@ -68,7 +68,14 @@ async def _run_block(server: Server, prompts: Sequence[BenchmarkPrompt], caps: S
 
         started = time.perf_counter()
         numbered = enumerate(zip(prompts, caps, strict=True))
-        replies = await asyncio.gather(*(one(number, prompt, cap) for number, (prompt, cap) in numbered))
+        tasks = [asyncio.create_task(one(number, prompt, cap)) for number, (prompt, cap) in numbered]
+        try:
+            replies = await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:  # the others are aborted on the server while the client is still open
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
         return Block(replies=list(replies), wall_s=time.perf_counter() - started)
 
 

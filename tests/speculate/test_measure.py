@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eyas.errors import ServerError
+from eyas.errors import EyasError, ServerError
 from eyas.sglang.config import ServerConfig
 from eyas.speculate.accept import AcceptCounts
 from eyas.speculate.baselines import BigramTable
@@ -105,3 +105,12 @@ def test_reply_that_is_not_whole_stops_the_benchmark(model: Any, changes: dict[s
 def test_server_that_runs_without_the_draft_is_named(model: Any) -> None:
     with served(FakeEngine(model)) as url, pytest.raises(ServerError, match="EAGLE3"):
         run_block(server(url, has_draft=True), PROMPTS, [4] * 3, 2)
+
+
+def test_one_failure_ends_the_block_with_its_own_error_and_nothing_left_running(
+    model: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [BenchmarkPrompt(id=f"q{number}", dataset="b1", input_ids=[5, 6, 7 + number]) for number in range(20)]
+    with served(FakeEngine(model, status=400)) as url, pytest.raises(EyasError, match="400"):
+        run_block(server(url, has_draft=False), prompts, [4] * 20, 8)
+    assert "unhandled" not in capfd.readouterr().err
