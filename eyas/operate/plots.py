@@ -130,7 +130,7 @@ def training_curves(rows: list[dict[str, Any]], replays: list[dict[str, Any]]) -
         accept.set_title("accept length, held-out replay")
         for axis in (loss, accuracy, accept):
             axis.set_xlabel("optimizer step")
-            axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+            axis.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
             axis.margins(y=0.12)
     return output[0]
 
@@ -199,7 +199,7 @@ def _step_lines(axis: Any, rows: list[dict[str, Any]], key: str) -> None:
     kept = [row for row in rows if row.get(key)]
     for step in range(max((len(row[key]) for row in kept), default=0)):
         points = [(row["step"], row[key][step]) for row in kept if step < len(row[key])]
-        axis.plot(*zip(*points, strict=True), color=SERIES[step % 8], label=f"step {step}")
+        axis.plot(*zip(*points, strict=True), color=SERIES[step % 8], label=f"step {step}", marker="o" if len(points) < 3 else None)
     if kept:
         axis.legend(ncols=2, loc="best")
 
@@ -227,6 +227,7 @@ def _inline(svg: str, name: str) -> str:
     svg = re.sub(
         r"font(-family)?: ([^;\"]*?)'DejaVu Sans'[^;\"]*", lambda match: f"font{match[1] or ''}: {match[2]}var(--font)", svg
     )
-    svg = re.sub(r'(<svg [^>]*?)width="[^"]*" height="[^"]*"|(<svg [^>]*?)height="[^"]*"', r"\1\2", svg, count=1)
-    svg = re.sub(r' width="[\d.]+pt"', "", svg, count=1)
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{name}" ', 1).strip()
+    head, rest = svg.split(">", 1)
+    width = float(re.search(r'viewBox="0 0 ([\d.]+)', head)[1])  # type: ignore[index]  # matplotlib always writes one
+    head = re.sub(r' (width|height)="[^"]*"', "", head)
+    return f'{head} role="img" aria-label="{name}" style="max-width: {1.5 * width:.0f}px">{rest}'.strip()

@@ -100,13 +100,13 @@ def check_hookable(spec: TargetSpec) -> None:
     except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
         raise ConfigError(
             f"target {spec.folder} ({spec.architecture or spec.model_type}) cannot be built by transformers: "
-            f"{' '.join(str(error).split())[:200]}; use hidden.source sglang or vllm, or another target"
+            f"{' '.join(str(error).split())[:200]}; use hidden.source sglang, or another target"
         ) from error
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == spec.num_layers]
     if not lists or model.get_output_embeddings() is None:
         raise ConfigError(
             f"target {spec.folder} ({spec.architecture}) has no list of {spec.num_layers} blocks and lm_head to read states from; "
-            "use hidden.source sglang or vllm, or another target"
+            "use hidden.source sglang, or another target"
         )
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from eyas.config import RunConfig, apply_override, load_config, parse_config
 from eyas.errors import ConfigError
-from eyas.files import read_json
+from eyas.files import read_json, write_json
 from eyas.operate.phases import PHASES, Phase
 from eyas.workspace import RunFolder
 
@@ -31,11 +31,12 @@ def run_verb(options: argparse.Namespace, api_key: str) -> int:
 
     config = read_config(options)
     preflight(options.run, config, api_key=_api_key(config, api_key))
-    source = options.config or _recorded_config(options.run)
-    command = [sys.executable, "-m", "flows.pipeline", "--config", str(source), "--run", str(options.run)]
-    command += [word for setting in options.set for word in ("--set", setting)] + (["--ui"] if options.ui else [])
-    run, log = RunFolder(options.run), RunFolder(options.run).logs / "flow.log"
+    run = RunFolder(options.run)
+    log, resolved = run.logs / "flow.log", run.logs / "config.yaml"
     log.unlink(missing_ok=True)
+    write_json(resolved, config.model_dump(mode="json"))  # JSON is YAML
+    command = [sys.executable, "-m", "flows.pipeline", "--config", str(resolved), "--run", str(run.root)]
+    command += ["--ui"] if options.ui else []
     with terminal() as screen:
         progress, lines = follow_progress(run.progress, screen.report), follow_log(log, screen.say)
 
