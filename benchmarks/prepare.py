@@ -28,7 +28,8 @@ from typing import Any
 
 from eyas.config import RunConfig
 from eyas.prompts.catalogue import REFERENCE_DATASETS
-from eyas.prompts.prepare import load_preparation, prepare
+from eyas.prompts.preparation import load_preparation
+from eyas.prompts.prepare import prepare
 from eyas.prompts.store import read_prompts
 from eyas.workspace import RunFolder
 

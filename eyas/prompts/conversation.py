@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from eyas.errors import RecordError
+
 Message = dict[str, Any]
 
 ROLE_ALIASES = {
@@ -52,8 +54,11 @@ class Conversation:
 
 
 def dump(value: Any) -> str:
-    """Compact JSON in the order given; NaN is refused with `ValueError`."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    """Compact JSON in the order given; raises `RecordError` for NaN and for what is no JSON (dates and bytes of Parquet)."""
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except (ValueError, TypeError) as error:
+        raise RecordError("bad_value", f"a message or tool holds a value that is no JSON: {error}") from error
 
 
 def hash16(*parts: str | bytes) -> bytes:

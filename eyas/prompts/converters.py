@@ -204,11 +204,11 @@ def _conversation(turns: list[Any], row: Row) -> Conversation:
 def _message(turn: Any) -> Message:
     if not isinstance(turn, dict):
         raise RecordError("bad_turn", f"a turn is a {type(turn).__name__}, wanted an object")
-    name = turn.get("role", turn.get("from"))
+    name = turn.get("role") or turn.get("from")  # a Parquet struct may hold both, one of them null
     role = ROLE_ALIASES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
         raise RecordError("unknown_role", f"a turn has the role {name!r}; known are {', '.join(sorted(ROLE_ALIASES))}")
-    content = _text(turn.get("content", turn.get("value")))
+    content = _text(turn["content"] if turn.get("content") is not None else turn.get("value"))
     message: Message = {"role": role, "content": content}
     if name == "function_call":
         message = {"role": role, "content": "", "tool_calls": _calls_in_text(content)}

@@ -7,36 +7,23 @@ what is finished and verifies, and make anew what is not, so a killed run ends i
 from __future__ import annotations
 
 import shutil
-import threading
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from eyas.config import RunConfig
 from eyas.errors import ConfigError, TooManyRejects
-from eyas.files import atomic_file, digest_json
+from eyas.files import atomic_file
 from eyas.manifest import MANIFEST_NAME, Counts, Manifest, file_entries, fingerprint, finished_manifest, load_manifest, now
 from eyas.progress import Progress, Report, silent
-from eyas.prompts.benchsets import benchmark_identity
-from eyas.prompts.candidates import (
-    CONTEXT_MARGIN,
-    REJECTS_NAME,
-    Preparation,
-    candidates_fingerprint,
-    reject_line,
-    write_candidates,
-)
+from eyas.prompts.candidates import REJECTS_NAME, candidates_fingerprint, reject_line, write_candidates
 from eyas.prompts.config import DatasetConfig, PromptsConfig
-from eyas.prompts.contamination import load_contamination
 from eyas.prompts.conversation import is_heldout
+from eyas.prompts.preparation import CONTEXT_MARGIN, Preparation, benchmark_digests, load_preparation
 from eyas.prompts.selection import CHOICE_REASONS, Choice, read_candidates, select
 from eyas.prompts.sources import Source, open_source
 from eyas.prompts.statistics import PromptStatistics
 from eyas.prompts.store import PROMPTS_NAME, read_prompts, write_prompts
-from eyas.target.probe import probe_template
-from eyas.target.rendering import Renderer
 from eyas.target.spec import load_target
-from eyas.target.tokenizer import load_tokenizer
 from eyas.workspace import RunFolder
 
 VERSION = 1
@@ -56,7 +43,7 @@ def prepare_candidates(run: RunFolder, config: RunConfig, dataset: str, report: 
     chosen = _dataset(config, dataset)
     preparation = load_preparation(config)
     source = open_source(chosen, max_row_bytes=config.prompts.max_row_bytes)
-    wanted = candidates_fingerprint(preparation, chosen, source, _benchmarks(config.prompts))
+    wanted = candidates_fingerprint(preparation, chosen, source, benchmark_digests(config.prompts))
     folder = _candidates_folder(run, dataset, wanted)
     write_candidates(folder, preparation, chosen, source, wanted, report)
     for other in run.prompts(dataset).glob("candidates-*"):
@@ -91,39 +78,6 @@ def select_prompts(run: RunFolder, config: RunConfig, report: Report = silent) -
     finished = {name: manifest for name, manifest in manifests.items() if manifest is not None}
     _check_rejects(config.prompts, finished)
     return finished
-
-
-def load_preparation(config: RunConfig) -> Preparation:
-    """The target's renderer, its template's traits and the benchmark n-grams; kept for the next dataset of the same run.
-
-    Raises `ConfigError` where the target, its template or a benchmark set is not usable.
-    """
-    spec = load_target(config.target)
-    key = config.model_dump_json(include={"target", "prompts"})
-    with _LOADING:  # datasets may be prepared in several threads
-        return _load_preparation(key, spec.tokenizer_fingerprint, digest_json(_benchmarks(config.prompts)))
-
-
-_LOADING = threading.Lock()
-
-
-@lru_cache(maxsize=1)
-def _load_preparation(config_json: str, tokenizer_fingerprint: str, benchmarks_digest: str) -> Preparation:
-    config = RunConfig.model_validate_json(config_json)
-    spec = load_target(config.target)
-    renderer = Renderer(spec, load_tokenizer(spec), config.target)
-    preparation = Preparation(
-        renderer=renderer,
-        traits=probe_template(renderer),
-        contamination=load_contamination(config.prompts.decontaminate_against, config.prompts.contamination_ngram),
-        config=config.prompts,
-    )
-    if preparation.max_prompt_tokens < 1:
-        raise ConfigError(
-            f"the target's context of {spec.context_length} tokens leaves no room for a prompt beside prompts.min_response_room = "
-            f"{config.prompts.min_response_room} and a margin of {CONTEXT_MARGIN}; lower it"
-        )
-    return preparation
 
 
 def _write_dataset(
@@ -222,10 +176,6 @@ def _prompts_fingerprint(config: RunConfig, dataset: DatasetConfig, inputs: dict
             "context_length": load_target(config.target).context_length,
         },
     )
-
-
-def _benchmarks(config: PromptsConfig) -> dict[str, str]:
-    return {name: digest_json(benchmark_identity(name)) for name in config.decontaminate_against}
 
 
 def _source(config: RunConfig, dataset: DatasetConfig) -> Source:

@@ -14,7 +14,8 @@ from pathlib import Path
 import pandas  # noqa: F401  pyarrow imports it on first use; here once, before the forks
 
 from eyas.config import RunConfig
-from eyas.prompts.prepare import load_preparation, prepare
+from eyas.prompts.preparation import load_preparation
+from eyas.prompts.prepare import prepare
 from eyas.workspace import RunFolder
 
 _OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")

@@ -3,9 +3,11 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -13,6 +15,7 @@ from eyas.errors import ArtifactError, ConfigError, TooManyRejects
 from eyas.manifest import Manifest, load_manifest, verify_manifest
 from eyas.progress import Progress
 from eyas.prompts import candidates, prepare
+from eyas.prompts.preparation import CONTEXT_MARGIN
 from eyas.prompts.store import SCHEMA, read_prompts
 from eyas.workspace import RunFolder
 from tests.prompts.conftest import chat, read_rejects, write_rows
@@ -51,7 +54,7 @@ def test_a_response_never_outgrows_the_context(prepared) -> None:
         [chat("word " * count) for count in (10, 150, 350)], dataset={"max_new_tokens": 10_240}, min_response_room=100
     )
     for prompt in prompts:
-        assert len(prompt["input_ids"]) + prompt["max_new_tokens"] + candidates.CONTEXT_MARGIN == 2048
+        assert len(prompt["input_ids"]) + prompt["max_new_tokens"] + CONTEXT_MARGIN == 2048
 
 
 def test_a_prompt_above_the_limit_is_rejected_with_both_numbers(prepared) -> None:
@@ -284,6 +287,20 @@ def test_system_turns_that_the_template_drops_are_rejected(prepared, tmp_path: P
     middle = {"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}, {"role": "user", "content": "c"}]}
     _, prompts, rejects = prepared([middle, chat("hi", system="first")], model=write_target(tmp_path / "dropping", template))
     assert [reject["reason"] for reject in rejects] == ["system_in_middle"]
+    assert len(prompts) == 1
+
+
+def test_values_that_are_no_json_are_one_rows_fault(prepared, tmp_path: Path) -> None:
+    call = {"function": {"name": "f", "arguments": {"at": datetime(2026, 1, 2), "x": float("nan")}}}
+    turns = [
+        {"role": "user", "content": "q", "from": None, "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    table = pa.Table.from_pylist([{"messages": [*turns, {"role": "user", "content": "r"}]}, {"messages": turns[:1]}])
+    pq.write_table(table, tmp_path / "rows.parquet")
+    _, prompts, rejects = prepared(tmp_path / "rows.parquet")
+    assert [reject["reason"] for reject in rejects] == ["bad_value"]
+    assert rejects[0]["where"] == "rows.parquet:1"
     assert len(prompts) == 1
 
 
