@@ -35,8 +35,10 @@ _STATES: dict[str, set[str]] = {
     "run failed": {"prefect.flow-run.Failed", "prefect.flow-run.Crashed"},
     "run finished": {"prefect.flow-run.Completed"},
 }
-_BODY = """{{ event.event }}: {{ event.resource.name or event.resource.id }}
-{{ event.payload.message or event.payload.validated_state.message or "" }}"""
+_MESSAGE = "(event.payload.message or (event.payload.validated_state or {}).message or '')"
+_RUN = "(event.resource.name or event.resource['prefect.resource.name'] or event.resource.id)"
+_BODY = f"{{{{ {_RUN} }}}}: {{{{ {_MESSAGE} }}}}"
+_JSON = f'{{"event": "%s", "run": {{{{ {_RUN} | tojson }}}}, "text": {{{{ {_MESSAGE} | tojson }}}}}}'
 
 
 async def register_automations(client: PrefectClient, *, silence_s: float = 3 * HEARTBEAT_S) -> None:
@@ -115,5 +117,5 @@ async def _action(client: PrefectClient, reference: str, event: str) -> Any:
     except ObjectNotFound as error:
         raise ConfigError(f"Alert delivers to {reference!r}, which does not exist; create that block first") from error
     if slug == "webhook":
-        return CallWebhook(block_document_id=document.id, payload={"event": event, "text": _BODY})
+        return CallWebhook(block_document_id=document.id, payload=_JSON % event)
     return SendNotification(block_document_id=document.id, subject=f"Eyas: {event}", body=_BODY)

@@ -14,6 +14,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from blocks import Alert
 from deployments.register import register
+from tasks.events import emit
 from tests.prefect_e2e.conftest import Stack, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -51,3 +52,7 @@ async def test_a_failed_run_and_a_wanted_decision_reach_the_webhook(stack: Stack
     stack.wait_state(stack.start("alerting", server_block="nowhere"), "FAILED")
     message = until(lambda: [item for item in received if item["event"] == "run failed"], 60)[0]
     assert "no SGLang Server block named 'nowhere'" in message["text"]
+    with temporary_settings({PREFECT_API_URL: f"{stack.ui}/api"}):
+        emit("decision wanted", stack.runs / "alerting", 'a "quoted" text')
+    message = until(lambda: [item for item in received if item["event"] == "decision wanted"], 60)[0]
+    assert (message["run"], message["text"]) == ("alerting", 'a "quoted" text')
