@@ -100,10 +100,13 @@ def _dies_with_parent(death_signal: signal.Signals) -> Callable[[], None] | None
 
 
 def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=grace_s)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # whatever the child left behind in its group
-    process.wait()
+    """SIGINT and patience, then SIGKILL to all that is left; a second Ctrl-C ends the patience at once."""
+    try:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=grace_s)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # whatever the child left behind in its group
+        process.wait()

@@ -19,6 +19,8 @@ from eyas.files import read_json, write_json
 from eyas.operate.phases import PHASES, Phase
 from eyas.workspace import RunFolder
 
+FLOW_GRACE_S = 30.0
+
 
 def run_verb(options: argparse.Namespace, api_key: str) -> int:
     """The whole pipeline, as a Prefect flow in a child process or, with --no-prefect, here."""
@@ -44,8 +46,12 @@ def run_verb(options: argparse.Namespace, api_key: str) -> int:
             lines()
             progress()
 
-        with child_process(command, log=log, parent_death_signal=signal.SIGINT) as process:
-            return wait_for(process, look)
+        with child_process(command, log=log, parent_death_signal=signal.SIGINT, grace_s=FLOW_GRACE_S) as process:
+            try:
+                return wait_for(process, look)
+            except KeyboardInterrupt:
+                screen.say(f"ending the run, within {FLOW_GRACE_S:.0f} s; Ctrl-C again ends it at once")
+                raise
 
 
 def prepare_verb(options: argparse.Namespace, api_key: str) -> int:
