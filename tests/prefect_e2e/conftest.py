@@ -48,7 +48,9 @@ class Stack:
 
     def submit(self, run: str, name: str = "pipeline/qwen3-8b-one-gpu", **changes: Any) -> httpx.Response:
         """Submit the form of a deployment; for the pipeline with the tiny sections."""
-        defaults = {"target": {}, "server": {}, "hidden": {}, "operate": {}} | TINY if name.startswith("pipeline") else {}
+        if name.startswith("watch"):
+            return self.call("POST", f"/deployments/{self.deployment(name)}/create_flow_run", parameters={"runs": run})
+        defaults = {"target": {}, "server": {}, "hidden": {}, "operate": {}} | TINY
         return self.call(
             "POST", f"/deployments/{self.deployment(name)}/create_flow_run", parameters={"run": run, **defaults, **changes}
         )
