@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from blocks.loading import load_block
 from eyas.config import RunConfig, apply_override, parse_config
 from eyas.errors import ConfigError, GateError
 from eyas.files import read_json
+from eyas.operate.keys import server_api_key
 from eyas.operate.pipeline import open_run
 from eyas.operate.plan import PlanKeeper
 from eyas.operate.status import read_status
@@ -41,7 +43,7 @@ async def running(run: str, config: RunConfig, blocks: BlockNames = BlockNames()
     """One flow's hold on a run: nobody else writes it, its progress and plan are kept current, its report is made at the end."""
     root = Path(run)
     config = config.model_copy(update={"name": root.name})
-    api_key = ""
+    api_key = server_api_key(config, os.environ.get("EYAS_API_KEY", ""))  # a block's own key replaces it
     if blocks.server:
         server = await load_block(SGLangServer, blocks.server)
         config, api_key = server.applied(config), server.api_key.get_secret_value() if server.api_key else ""

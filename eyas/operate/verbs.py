@@ -16,6 +16,7 @@ from rich.console import Console
 from eyas.config import RunConfig, apply_override, load_config, parse_config
 from eyas.errors import ConfigError
 from eyas.files import read_json, write_json
+from eyas.operate.keys import server_api_key
 from eyas.operate.phases import PHASES, Phase
 from eyas.workspace import RunFolder
 
@@ -32,7 +33,7 @@ def run_verb(options: argparse.Namespace, api_key: str) -> int:
     from eyas.operate.terminal import terminal
 
     config = read_config(options)
-    preflight(options.run, config, api_key=_api_key(config, api_key))
+    preflight(options.run, config, api_key=server_api_key(config, api_key))
     run = RunFolder(options.run)
     log, resolved = run.logs / "flow.log", run.logs / "config.yaml"
     log.unlink(missing_ok=True)
@@ -105,7 +106,9 @@ def engine_verb(options: argparse.Namespace, api_key: str) -> int:
     check_port(engine.port)
     spec = load_target(config.target)
     log = RunFolder(options.run).logs / "engine.log"
-    with EngineProcess(spec.folder, config=engine, draft_dir=options.draft, api_key=_api_key(config, api_key), log=log) as server:
+    with EngineProcess(
+        spec.folder, config=engine, draft_dir=options.draft, api_key=server_api_key(config, api_key), log=log
+    ) as server:
         print(f"serving {spec.folder.name} at {server.url}   (log {log}; Ctrl-C ends it)", flush=True)
         signal.pause()
     return 0
@@ -156,7 +159,7 @@ def probe_server_verb(options: argparse.Namespace, api_key: str) -> int:
                 config.server,
                 prompt_ids,
                 vocab_size=spec.vocab_size,
-                api_key=_api_key(config, api_key),
+                api_key=server_api_key(config, api_key),
                 new_tokens=options.new_tokens,
                 report=screen.report,
             )
@@ -251,7 +254,7 @@ def _run_phases(options: argparse.Namespace, api_key: str, phases: Sequence[Phas
     from eyas.operate.terminal import terminal
 
     config = read_config(options)
-    key = _api_key(config, api_key)
+    key = server_api_key(config, api_key)
     if options.dry_run:
         return _dry_run(options.run, config)
     preflight(options.run, config, api_key=key)
@@ -278,17 +281,6 @@ def _dry_run(root: Path, config: RunConfig) -> int:
     Console(highlight=False).print(render_outlook(outlook, free))
     check_disk(outlook, config, free, str(root))
     return 0
-
-
-def _api_key(config: RunConfig, from_environment: str) -> str:
-    """The servers' key: EYAS_API_KEY, otherwise the content of server.api_key_file, otherwise none."""
-    if from_environment or not config.server.api_key_file:
-        return from_environment
-    path = Path(config.server.api_key_file).expanduser()
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(f"server.api_key_file: {path} cannot be read ({error.strerror}); correct the path") from error
 
 
 def _log_to(run: RunFolder, *, verbose: bool) -> None:

@@ -17,6 +17,7 @@ import pytest
 from eyas.errors import EyasError, TooManyRejects
 from eyas.operate import cli, verbs
 from eyas.operate.children import is_alive
+from eyas.operate.keys import server_api_key
 from eyas.workspace import RunFolder
 
 VERBS = [
@@ -100,8 +101,8 @@ def test_key_comes_from_the_environment_or_the_file(tmp_path: Path, config_file:
     key_file = tmp_path / "key"
     key_file.write_text("from-file\n")
     config = load_config(config_file(server__api_key_file=str(key_file)))  # type: ignore[operator]
-    assert verbs._api_key(config, "") == "from-file"
-    assert verbs._api_key(config, "from-environment") == "from-environment"
+    assert server_api_key(config, "") == "from-file"
+    assert server_api_key(config, "from-environment") == "from-environment"
 
 
 SLEEPY = """
