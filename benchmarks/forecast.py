@@ -1,7 +1,7 @@
 """Error and calibration of the forecast on simulated reference runs, and its replay on a real journal.
 
-python benchmarks/forecast.py [--seeds 200] [--scale 1.0]
-python benchmarks/forecast.py --replay runs/NAME
+python -m benchmarks.forecast [--seeds 200] [--scale 1.0]
+python -m benchmarks.forecast --replay runs/NAME
 """
 
 from __future__ import annotations

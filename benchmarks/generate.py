@@ -1,6 +1,6 @@
 """Client speed: accepted records per second of one core, validation and journal on, against a server that answers at once.
 
-    python benchmarks/generate.py [--records 3000] [--memory 10000000]
+    python -m benchmarks.generate [--records 3000] [--memory 10000000]
 
 The server runs in its own process and answers every prompt of a class with one prepared body, so that the
 figure is the client's. Beside it: the usual script, threads around a chat client that appends text to a file.

@@ -1,6 +1,6 @@
 """Makespan of the reference run under three orders, against the bound total tokens / peak rate.
 
-python benchmarks/scheduler.py
+python -m benchmarks.scheduler
 """
 
 from __future__ import annotations

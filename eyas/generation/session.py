@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from eyas.config import RunConfig
-from eyas.errors import ArtifactError, ConfigError, EyasError, GateError, RecordError, ServerError
+from eyas.errors import ArtifactError, ConfigError, EyasError, GateError, RecordError, ServerError, StorageError
 from eyas.generation.asking import Asker, Record
 from eyas.generation.control import read_control
 from eyas.generation.dataset import STAGE, DatasetRun, check_rejects, require_dataset
@@ -72,6 +72,7 @@ class GenerationSession:
         self._may_send = asyncio.Event()
         self._may_send.set()
         self._pauses: dict[str, str] = {}
+        self._fatal: BaseException | None = None
 
     async def __aenter__(self) -> GenerationSession:
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it writes a line per request
@@ -117,13 +118,20 @@ class GenerationSession:
         if finished := await asyncio.to_thread(dataset.finished_manifest):
             self._report_dataset(dataset, finished)
             return check_rejects(finished, reject_limit, dataset.folder)
-        await self._prove(dataset)
+        try:
+            await self._prove(dataset)
+        except ConfigError as error:  # what is wrong for one dataset must not be found out after days of the others
+            self._fatal = error
+            self._fail_all(error)
+            raise
         await dataset.open(
             lambda error: self._set_pause("disk", str(error) if error else ""),
             retry_s=5 * TICK_S,
             give_up_s=self.config.server.outage_limit_s,
         )
         try:
+            if self._fatal is not None:
+                raise self._fatal
             self._datasets[name] = dataset
             self._work.set()
             try:
@@ -215,6 +223,7 @@ class GenerationSession:
 
     def _watch_task(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
+            self._fatal = error
             self._fail_all(error)
 
     async def _cancel_records(self) -> None:
@@ -257,7 +266,7 @@ class GenerationSession:
                 await self._reject(dataset, prompt, record, error)
             else:
                 await self._accept(dataset, prompt, record, reply)
-        except GateError as error:
+        except (GateError, StorageError) as error:
             dataset.fail(error)
         finally:
             dataset.leave(prompt)
@@ -317,13 +326,13 @@ class GenerationSession:
     async def _obey_control(self) -> None:
         try:
             control = await asyncio.to_thread(read_control, self.run.root)
-        except ArtifactError as error:
+            known = {server.url: server for server in self.pool.servers}
+            for url in {url.rstrip("/") for url in control.add_urls} - known.keys():
+                await self.pool.add(await self._new_server(url))
+        except (ArtifactError, ConfigError) as error:
             log.warning("control ignored: %s", error)
             return
         self._set_pause("operator", "paused by control.json" if control.paused else "")
-        known = {server.url: server for server in self.pool.servers}
-        for url in {url.rstrip("/") for url in control.add_urls} - known.keys():
-            await self.pool.add(await self._new_server(url))
         drained = {url.rstrip("/") for url in control.drain_urls}
         for url, server in known.items():
             if url in drained and server.state != "draining":
@@ -336,7 +345,7 @@ class GenerationSession:
         since = self.pool.outage_since
         limit_s = self.config.server.outage_limit_s
         if since is not None and time.monotonic() - since > limit_s:
-            states = ", ".join(f"{server.url} {server.state}" for server in self.pool.servers)
+            states = ", ".join(f"{server.url} {server.state}: {server.reason}" for server in self.pool.servers)
             self._fail_all(ServerError(f"no server for {limit_s:.0f} s ({states}); start one and run the same command again"))
 
     def _set_pause(self, cause: str, detail: str) -> None:

@@ -9,11 +9,13 @@ flight ÷ time per token.
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from eyas.errors import StorageError
 from eyas.files import write_json
 from eyas.generation.dataset import DatasetRun
 from eyas.generation.forecast import DatasetOutlook, Forecast, RateCurve, forecast
@@ -21,6 +23,8 @@ from eyas.generation.watch import BYTES_PER_JOURNAL_BYTE, ServerLook, Snapshot, 
 from eyas.manifest import now
 from eyas.sglang.pool import Server, ServerPool
 from eyas.sglang.replies import Reply
+
+log = logging.getLogger(__name__)
 
 SERVERS_NAME = "servers.json"
 _WEIGHT = 0.05  # of a new reply in the running means
@@ -127,8 +131,8 @@ class Telemetry:
         ]
         try:
             write_json(self._folder / SERVERS_NAME, {"at": now(), "servers": rows})
-        except Exception:  # progress is not data; the journal is what pauses on a full disk
-            return
+        except (OSError, StorageError) as error:  # progress is not data; the journal is what pauses on a full disk
+            log.warning("servers not recorded error=%s", error)
 
 
 def _running(server: Server) -> float:

@@ -46,6 +46,8 @@ class Server:
     num_done: int = 0
     num_retractions: int = 0
     weight_version: str = ""
+    reason: str = ""
+    """Why it is out, as last seen."""
 
     @property
     def url(self) -> str:
@@ -80,6 +82,7 @@ class Server:
         """Trust the server no longer until a probe succeeds; each opening doubles the wait, jittered."""
         if self.state == "draining":
             return
+        self.reason = reason
         self.probe_at = time.monotonic() + self.backoff_s * random.uniform(0.5, 1.0)
         self.backoff_s = min(LAST_BACKOFF_S, self.backoff_s * 2)
         if self.state != "open":

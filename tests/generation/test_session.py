@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 
+import pytest
+
+from eyas.errors import ConfigError, TooManyRejects
+from eyas.generation import session
 from eyas.generation.session import generate
 from eyas.manifest import verify_manifest
+from eyas.progress import Progress
 from eyas.workspace import RunFolder
 from tests.generation.conftest import tokenized_rows
 from tests.sglang.loopback import LoopbackServer
@@ -29,3 +36,57 @@ async def test_every_prompt_becomes_one_row_in_the_order_of_the_prompts(target: 
             assert row["split"] == prompt["split"]
         assert manifests[name].counts.done == 60
         verify_manifest(run.responses(name))
+
+
+async def test_a_template_that_differs_for_one_dataset_stops_all_at_once(target: Path, tmp_path: Path) -> None:
+    config = tiny_config(target, {"a": 200, "b": 200})
+    run = RunFolder(tmp_path).create()
+    write_prompts(run, config, "a", 12, with_tools=True)
+    write_prompts(run, config, "b", 12)
+    with LoopbackServer(target, behave=lambda payload, nth: "never") as server:
+        server.tokenizer.chat_template = server.tokenizer.chat_template.replace("tojson", "tojson | upper")
+        async with asyncio.timeout(30):
+            with pytest.raises(ConfigError, match="dataset a"):
+                await generate(run, config, urls=[server.url])
+
+
+async def test_progress_says_counts_lengths_gates_and_the_end(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("TICK_S", 0.05), ("LOOK_S", 0.1), ("FORECAST_S", 0.2)):
+        monkeypatch.setattr(session, name, seconds)
+    config = tiny_config(target, {"a": 60}, generation={"canary": 0})
+    run = RunFolder(tmp_path).create()
+    write_prompts(run, config, "a", 60)
+    messages: list[Progress] = []
+    with LoopbackServer(target, delay_s=0.1, max_running_requests=4) as server:
+        await generate(run, config, urls=[server.url], report=messages.append)
+    assert messages[-1].is_final
+    assert messages[-1].done == messages[-1].total == 60
+    moving = [message.figures for message in messages if not message.is_final]
+    assert {"tokens_median", "tokens_p99", "share_with_reasoning", "gates", "in_flight", "done", "rejected", "pending"} <= moving[
+        -1
+    ].keys()
+    assert any(figures.get("remaining_s", 0) > 0 for figures in moving), "a forecast while it runs"
+    assert all(figures["done"] + figures["rejected"] + figures["pending"] == 60 for figures in moving)
+    servers = json.loads((run.progress / "servers.json").read_text())["servers"]
+    assert servers[0]["url"] == server.url
+
+
+async def test_too_many_rejects_finish_the_dataset_and_say_so(target: Path, tmp_path: Path) -> None:
+    gates = {"rejected": {"warn": 1.0, "stop": 1.0}}
+    config = tiny_config(target, {"a": 60}, generation={"canary": 0, "gates": gates, "reject_limit": 0.2})
+    run = RunFolder(tmp_path).create()
+    write_prompts(run, config, "a", 20)
+    for _ in range(2):
+        with (
+            LoopbackServer(target, behave=lambda payload, nth: "truncated" if nth % 2 else None) as server,
+            pytest.raises(TooManyRejects, match="prompt_truncated"),
+        ):
+            await generate(run, config, urls=[server.url])
+    manifest = verify_manifest(run.responses("a"))
+    assert manifest.counts.pending == 0
+    assert manifest.counts.rejected == 10
+    rejects = (run.responses("a") / "rejects.jsonl").read_bytes().split(b"\n")[:-1]
+    assert len(rejects) == 10
+    assert {json.loads(line)["reason"] for line in rejects} == {"prompt_truncated"}
