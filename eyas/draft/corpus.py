@@ -7,6 +7,7 @@ alone. One thread reads ahead while the trainer computes.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,8 @@ from eyas.errors import ArtifactError
 from eyas.hidden.store.reader import HiddenStore
 from eyas.workspace import RunFolder
 
+logger = logging.getLogger(__name__)
+
 READ_AHEAD = 2
 
 
@@ -38,6 +41,8 @@ class Corpus:
     """Training order, without records that teach nothing."""
     unsupervised: list[str]
     """Training ids without a supervised column (https://github.com/verl-project/verl/issues/785)."""
+    without_states: list[str]
+    """Training ids that the extraction put aside, with its reasons in `hidden/rejects.jsonl`."""
     heldout: list[str]
     datasets: dict[str, str]
     d2t: torch.Tensor  # [D] int64 offsets
@@ -49,12 +54,19 @@ class Corpus:
         datasets, teaching = _read_tokens(run.merged / "tokens.parquet")
         vocab = read_map(run.merged / "vocab_map.safetensors")
         store = HiddenStore(run.hidden)
-        order = _parquet(run.merged / "order.parquet", ["id"])["id"].to_pylist()
+        quarantined = store.quarantined()
+        if quarantined:
+            logger.warning("records=%d of the merged order have no states and are left out, see %s", len(quarantined), run.hidden)
+        whole_order = _parquet(run.merged / "order.parquet", ["id"])["id"].to_pylist()
+        order = [item for item in whole_order if item not in quarantined]
         corpus = cls(
             store=store,
             train=[record_id for record_id in order if record_id in teaching],
+            without_states=sorted(set(whole_order) - set(order)),
             unsupervised=sorted({record_id for record_id in order if record_id not in teaching}),
-            heldout=_parquet(run.merged / "heldout.parquet", ["id"])["id"].to_pylist(),
+            heldout=[
+                item for item in _parquet(run.merged / "heldout.parquet", ["id"])["id"].to_pylist() if item not in quarantined
+            ],
             datasets=datasets,
             d2t=vocab[0],
             t2d=vocab[1],

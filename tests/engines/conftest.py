@@ -50,7 +50,7 @@ def engine_python(request: pytest.FixtureRequest, engine: str) -> Path:
 
 
 @contextlib.contextmanager
-def sglang_server(python: Path, log: Path, model: Path, *flags: str) -> Iterator[str]:
+def sglang_server(python: Path, log: Path, model: Path, *flags: str, environment: dict[str, str] | None = None) -> Iterator[str]:
     """A running SGLang server; yields its URL, ends its whole process group."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -58,7 +58,9 @@ def sglang_server(python: Path, log: Path, model: Path, *flags: str) -> Iterator
     command = [str(python), str(ROOT / "engines/sglang/launch.py"), "--model-path", str(model), "--port", str(port)]
     command += [*SGLANG_FLAGS, *flags]
     with open(log, "wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=child_environment())
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=child_environment() | (environment or {})
+        )
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + START_S

@@ -184,6 +184,7 @@ def test_nan_and_short_states_are_quarantined_with_their_reason(tiny: TinyRun, m
     for index in (0, 2, 3, 5):
         final = plain_states(tiny.target, rows[index]["input_ids"])[1]
         torch.testing.assert_close(store.record(rows[index]["id"]).final.float(), final, rtol=1e-2, atol=1e-2)
+    assert store.quarantined() == {rows[1]["id"]: "bad_states", rows[4]["id"]: "bad_states"}
     with pytest.raises(ArtifactError, match="is not in"):
         store.record(rows[1]["id"])
     with pytest.raises(TooManyRejects, match="2 of 6 records"):

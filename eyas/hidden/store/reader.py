@@ -17,8 +17,9 @@ import torch
 from pydantic import ValidationError
 
 from eyas.errors import ArtifactError
+from eyas.files import read_json_lines
 from eyas.hidden.kind import StoreKind
-from eyas.hidden.store.shard import ShardEntry, load_entry, open_shard
+from eyas.hidden.store.shard import Quarantined, ShardEntry, load_entry, open_shard
 from eyas.manifest import Manifest, verify_manifest
 
 INDEX_NAME = "index.parquet"
@@ -67,12 +68,18 @@ class HiddenStore:
         """Ids of all records, ascending."""
         return list(self._rows)
 
+    def quarantined(self) -> dict[str, str]:
+        """Ids that were to be extracted and have no states, each with its reason: a reader leaves them out."""
+        path = self.folder / REJECTS_NAME
+        rejects = (Quarantined.model_validate_json(line) for _, line in read_json_lines(path))
+        return {item.id: item.reason for item in rejects if item.id is not None and item.id not in self._rows}
+
     def num_tokens(self, record_id: str) -> int:
         """Length T of a record, from the index."""
         return self._row(record_id)[2]
 
     def record(self, record_id: str) -> Record:
-        """One record; raises `ArtifactError` naming record and layer if a state is not finite, KeyError-free for unknown ids."""
+        """One record; raises `ArtifactError` naming record and layer if a state is not finite, or the id unknown."""
         shard, row, num_tokens = self._row(record_id)
         tensors = self._open(shard)
         start, end = tensors["offsets"][row : row + 2].tolist()
