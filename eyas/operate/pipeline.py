@@ -25,7 +25,7 @@ from eyas.operate.children import child_process, last_lines, wait_for
 from eyas.operate.decision import Ask, decide, nobody_answers
 from eyas.operate.following import follow_progress
 from eyas.operate.forecast import sizes_of
-from eyas.operate.hosts import Say, host_of
+from eyas.operate.hosts import Say, TargetHost, host_of
 from eyas.operate.phases import PHASES, Phase
 from eyas.operate.plan import PlanKeeper
 from eyas.progress import Progress, Report, recorder, silent
@@ -95,6 +95,10 @@ class _Work:
     say: Say
     report: Report
 
+    def host(self) -> TargetHost:
+        """Whoever brings the target's servers into a mode."""
+        return host_of(self.run, self.config, api_key=self.api_key, say=self.say)
+
 
 def _prepare(work: _Work) -> dict[str, Manifest]:
     from eyas.prompts.prepare import prepare
@@ -112,8 +116,7 @@ async def _generate_unless_finished(work: _Work) -> dict[str, Manifest]:
     finished = _finished_responses(work.run, work.config)
     if finished is not None:  # no server need start for nothing
         return finished
-    host = host_of(work.run, work.config, api_key=work.api_key, say=work.say)
-    with host.serving("generate") as urls:
+    with work.host().serving("generate") as urls:
         return await generate(work.run, work.config, urls=urls, api_key=work.api_key, report=work.report)
 
 
@@ -141,7 +144,8 @@ def _merge(work: _Work) -> Manifest:
 def _extract(work: _Work) -> Manifest:
     from eyas.hidden.extract import extract
 
-    return extract(work.run, work.config, report=work.report)
+    with work.host().serving("extract"):  # also what frees the processors where we compute the states ourselves
+        return extract(work.run, work.config, report=work.report)
 
 
 def _train(work: _Work) -> Manifest:
@@ -154,7 +158,10 @@ def _train(work: _Work) -> Manifest:
 def _bench(work: _Work) -> Manifest:
     from eyas.speculate.benchmark import benchmark
 
-    return benchmark(work.run, work.config, report=work.report)
+    if work.config.server.kind == "embedded":  # it starts its own engines, with the draft and without
+        return benchmark(work.run, work.config, report=work.report)
+    with work.host().serving("draft", draft=work.run.export):
+        return benchmark(work.run, work.config, report=work.report)
 
 
 _STEPS: dict[Phase, Callable[[_Work], Any]] = {

@@ -49,10 +49,13 @@ def run_verb(options: argparse.Namespace, api_key: str) -> int:
 
         with child_process(command, log=log, parent_death_signal=signal.SIGINT, grace_s=FLOW_GRACE_S) as process:
             try:
-                return wait_for(process, look)
+                code = wait_for(process, look)
             except KeyboardInterrupt:
                 screen.say(f"ending the run, within {FLOW_GRACE_S:.0f} s; Ctrl-C again ends it at once")
                 raise
+    if code == 0:
+        print(f"report: {run.root / 'report.html'}")
+    return code
 
 
 def prepare_verb(options: argparse.Namespace, api_key: str) -> int:
