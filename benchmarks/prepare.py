@@ -126,18 +126,22 @@ def run_child(folder: Path) -> None:
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - start_cpu
     renderer = load_preparation(config).renderer
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    bare_seconds = num_chars = 0.0
+    bare_seconds = bare_cpu_seconds = num_bytes = 0.0
     for dataset in manifests:
+        batches: list[list[str]] = []
         batch: list[str] = []
         for row in read_prompts(run.prompts(dataset)):
             batch.append(renderer.render_text(json.loads(row["messages"]), json.loads(row["tools"])))
-            if len(batch) == 256 or sum(map(len, batch)) > 1 << 20:
-                bare_seconds += _encode_seconds(renderer, batch)
-                num_chars += sum(len(text.encode()) for text in batch)
+            if len(batch) == 256 or sum(map(len, batch)) > 1 << 18:
+                batches.append(batch)
                 batch = []
-        if batch:
-            bare_seconds += _encode_seconds(renderer, batch)
-            num_chars += sum(len(text.encode()) for text in batch)
+        batches.append(batch)
+        for batch in batches:
+            start, start_cpu = time.perf_counter(), time.process_time()
+            renderer.encode(batch)
+            bare_seconds += time.perf_counter() - start
+            bare_cpu_seconds += time.process_time() - start_cpu
+            num_bytes += sum(len(text.encode()) for text in batch)
     print(
         json.dumps(
             {
@@ -147,17 +151,12 @@ def run_child(folder: Path) -> None:
                 "rows": sum(manifest.counts.num_in for manifest in manifests.values()),
                 "prompts": sum(manifest.counts.done for manifest in manifests.values()),
                 "tokens": sum(manifest.figures["tokens"]["sum"] for manifest in manifests.values()),
-                "prompt_mb": num_chars / 1e6,
+                "prompt_mb": num_bytes / 1e6,
                 "bare_seconds": bare_seconds,
+                "bare_cpu_seconds": bare_cpu_seconds,
             }
         )
     )
-
-
-def _encode_seconds(renderer: Any, batch: list[str]) -> float:
-    start = time.perf_counter()
-    renderer.encode(batch)
-    return time.perf_counter() - start
 
 
 def show(title: str, source_mb: float, result: dict[str, Any]) -> None:
@@ -166,7 +165,8 @@ def show(title: str, source_mb: float, result: dict[str, Any]) -> None:
     print(f"\n{title}: {result['rows']:,} rows, {source_mb:.0f} MB of source, {result['tokens']:,} prompt tokens")
     print(f"  {seconds:.1f} s wall, {result['cpu_seconds']:.1f} s CPU; {result['rows'] / seconds:,.0f} rows/s")
     print(f"  {prompt_mb / seconds:.2f} MB of prompts/s, bare tokenizer {prompt_mb / bare_seconds:.2f} MB/s")
-    print(f"  end to end {bare_seconds / seconds:.0%} of the bare tokenizer (goal: at least 50 %)")
+    by_clock, by_cpu = bare_seconds / seconds, result["bare_cpu_seconds"] / result["cpu_seconds"]
+    print(f"  end to end {by_clock:.0%} of the bare tokenizer by the clock, {by_cpu:.0%} by CPU time (goal: at least 50 %)")
     print(f"  peak memory {result['peak_mb']:.0f} MB (goal: at most 600 MB)")
 
 

@@ -3,7 +3,7 @@
 Candidates know nothing of other datasets; `selection.py` decides which of them become prompts. Python
 prepares a batch while the tokenizer encodes the one before with the interpreter lock released, so two
 cores are busy without a second process, and the order of rows is the source's own: the bytes do not
-depend on threads. Memory is a few batches (at most 4 MB of text each), whatever the source's size.
+depend on threads. Memory is a few batches (256 kB of text or one prompt each), whatever the source's size.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SCHEMA = pa.schema(
 )
 
 _BATCH_ROWS = 256
-_BATCH_CHARS = 1 << 20
+_BATCH_CHARS = 1 << 18
 _REPORT_ROWS = 2_000
 
 

@@ -93,7 +93,7 @@ def _load(config: PromptsConfig, folders: dict[str, Path]) -> tuple[list[_Row], 
     """All candidates in order of precedence, and their signatures [n, NUM_PERMUTATIONS]."""
     seed = str(config.seed)
     rows: list[_Row] = []
-    parts: list[np.ndarray] = [np.empty((0, NUM_PERMUTATIONS), dtype="<u4")]
+    parts: list[np.ndarray] = [np.empty((0, NUM_PERMUTATIONS), dtype="<u2")]
     for dataset in config.datasets:
         found: list[_Row] = []
         chunks: list[np.ndarray] = []
@@ -101,7 +101,7 @@ def _load(config: PromptsConfig, folders: dict[str, Path]) -> tuple[list[_Row], 
             columns = [batch.column(name).to_pylist() for name in _COLUMNS if name != "signature"]
             found += [_Row(dataset.name, *values) for values in zip(*columns, strict=True)]
             column = batch.column("signature")
-            data = np.frombuffer(column.buffers()[1], dtype="<u4").reshape(-1, NUM_PERMUTATIONS)
+            data = np.frombuffer(column.buffers()[1], dtype="<u2").reshape(-1, NUM_PERMUTATIONS)
             chunks.append(data[column.offset : column.offset + len(column)].copy())
         order = sorted(range(len(found)), key=lambda index: hash16(seed, found[index].id))
         rows += [found[index] for index in order]

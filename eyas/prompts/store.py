@@ -32,8 +32,8 @@ SCHEMA = pa.schema(
         ("max_new_tokens", pa.int32()),
     ]
 )
-_ROWS_PER_GROUP = 1_024
-_BUCKET_BYTES = 32 * 2**20
+_ROWS_PER_GROUP = 512
+_BUCKET_BYTES = 16 * 2**20
 
 
 def write_prompts(
@@ -55,7 +55,7 @@ def write_prompts(
 def read_prompts(folder: Path) -> Iterator[dict[str, Any]]:
     """Rows of `folder/prompts.parquet` in order of id."""
     with pq.ParquetFile(folder / PROMPTS_NAME) as file:
-        for batch in file.iter_batches(batch_size=256):
+        for batch in file.iter_batches(batch_size=32):
             yield from batch.to_pylist()
 
 

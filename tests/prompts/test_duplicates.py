@@ -37,7 +37,7 @@ def _texts(seed: int, num_texts: int) -> list[list[str]]:
 
 
 def _signatures(texts: list[list[str]]) -> np.ndarray:
-    return np.frombuffer(b"".join(signature(text) for text in texts), dtype="<u4").reshape(-1, NUM_PERMUTATIONS)
+    return np.frombuffer(b"".join(signature(text) for text in texts), dtype="<u2").reshape(-1, NUM_PERMUTATIONS)
 
 
 def test_signatures_estimate_jaccard() -> None:
