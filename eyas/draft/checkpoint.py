@@ -40,6 +40,7 @@ class TrainerState(BaseModel):
     epoch: int = 0
     batch: int = Field(default=0, description="Batches of this epoch that are done.")
     dtype: str
+    rate_scales: dict[str, float] = Field(default_factory=dict, description="Factors of the learning rate by parameter.")
     positions: int = 0
     seconds: float = 0.0
     skipped_batches: int = 0

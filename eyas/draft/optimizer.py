@@ -25,16 +25,25 @@ def learning_rate(step: int, total_steps: int, config: DraftConfig) -> float:
 
 
 class MasterAdamW:
-    """Owns the fp32 masters of `draft`, which it turns to `dtype`; decay applies to matrices only."""
+    """Owns the fp32 masters of `draft`, which it turns to `dtype`; decay applies to matrices only.
 
-    def __init__(self, draft: Draft, config: DraftConfig, dtype: torch.dtype) -> None:
+    `rate_scales` multiplies the learning rate of single parameters: Adam moves every weight by about the
+    rate, so a weight whose input is large must move less.
+    """
+
+    def __init__(self, draft: Draft, config: DraftConfig, dtype: torch.dtype, rate_scales: dict[str, float]) -> None:
         self.masters = {name: value.detach().float().clone() for name, value in draft.named_parameters()}
         draft.cast(dtype)
         self.parameters = dict(draft.named_parameters())
         self.max_grad_norm = config.max_grad_norm
-        matrices = [value for value in self.masters.values() if value.dim() > 1]
-        vectors = [value for value in self.masters.values() if value.dim() == 1]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [
+            {
+                "params": [master],
+                "weight_decay": config.weight_decay if master.dim() > 1 else 0.0,
+                "rate_scale": rate_scales.get(name, 1.0),
+            }
+            for name, master in self.masters.items()
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
 
     def step(self, rate: float) -> float:
@@ -48,7 +57,7 @@ class MasterAdamW:
         norm = float(torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.max_grad_norm))
         if math.isfinite(norm):
             for group in self.optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group["rate_scale"]
             self.optimizer.step()
             self.refresh()
         return norm

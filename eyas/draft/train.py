@@ -76,15 +76,15 @@ def train(
         if not trainer.run(report, should_stop):
             raise Interrupted(f"training of {run.root} stopped at step {trainer.state.step}; run the same command to continue")
         best = named_checkpoint(run.draft / "checkpoints", "best")
-        unusable = corpus.unsupervised
+        reasons = {"no_supervised_token": len(corpus.unsupervised), "no_states": len(corpus.without_states)}
         manifest = Manifest(
             stage=STAGE,
             stage_version=VERSION,
             fingerprint=print_,
             inputs=inputs,
             config=settings,
-            counts=Counts.of(done=len(set(corpus.train)), rejected=len(unusable)),
-            rejected_by_reason={"no_supervised_token": len(unusable)} if unusable else {},
+            counts=Counts.of(done=len(set(corpus.train)), rejected=sum(reasons.values())),
+            rejected_by_reason={reason: count for reason, count in reasons.items() if count},
             files=file_entries(run.draft, [f"checkpoints/{best.name}/{MODEL}", "checkpoints/best"]),
             figures=trainer.figures(),
             started_at=started_at,

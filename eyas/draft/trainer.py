@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 DUMP = "nonfinite.json"
+SAMPLE_COLUMNS = 32_768
+"""Columns of the regression that the start is solved from."""
 HIT_EVERY = 4
 """Training counts hits on every fourth step only: the argmax over D costs a pass over the logits."""
 
@@ -80,12 +82,15 @@ class Trainer:
         self.lm_head = head.lm_head
         self.rows = TargetRows.of(head.lm_head, corpus.d2t)
         self.draft = Draft(spec, head.embed_tokens)
-        initialise(self.draft, head, self.rows, config.seed)
-        self.optimizer = MasterAdamW(self.draft, config, self.dtype)
-        self.state = TrainerState(fingerprint=fingerprint, dtype=dtype)
+        self.first_epoch = corpus.epoch(0, config.seed, config.batch_tokens)
+        if found is None:
+            scales = initialise(self.draft, head, self.rows, config.seed, self._sample())
+            self.state = TrainerState(fingerprint=fingerprint, dtype=dtype, rate_scales=scales)
+        else:
+            self.state = found.state
+        self.optimizer = MasterAdamW(self.draft, config, self.dtype, self.state.rate_scales)
         self.step_weights = config.step_decay ** torch.arange(config.num_unroll_steps, dtype=torch.float32)
         self.argmax: dict[str, torch.Tensor] = {}
-        self.first_epoch = corpus.epoch(0, config.seed, config.batch_tokens)
         self.total_steps = config.max_steps or max(1, round(config.epochs * math.ceil(len(self.first_epoch) / config.accumulate)))
         self.last_replay: ReplayResult | None = None
         if found is not None:
@@ -161,6 +166,17 @@ class Trainer:
             "parameters": self.spec.num_parameters,
             "dtype": state.dtype,
         }
+
+    def _sample(self) -> Generator[Batch, None, None]:
+        """The first batches of training, until they hold `SAMPLE_COLUMNS` supervised columns."""
+        columns = 0
+        batches = read_ahead(self.corpus, self.first_epoch, 1)
+        for batch in batches:
+            if len(batch.active):
+                yield batch
+            columns += len(batch.active)
+            if columns >= SAMPLE_COLUMNS:
+                break
 
     # one optimizer step
 
@@ -296,7 +312,6 @@ class Trainer:
         )
 
     def _resume(self, found: Checkpoint) -> None:
-        self.state = found.state
         self.optimizer.load(found.masters, found.optimizer)
         logger.info("resumed step=%d epoch=%d batch=%d", self.state.step, self.state.epoch, self.state.batch)
 

@@ -151,7 +151,8 @@ def write_hidden(folder: Path, records: list[Record], target: TargetSpec) -> Non
         }
     )
     pq.write_table(index, folder / "index.parquet")
-    names = ["shard-00000.safetensors", "shard-00000.json", "index.parquet"]
+    (folder / "rejects.jsonl").write_bytes(b"")
+    names = ["rejects.jsonl", "shard-00000.safetensors", "shard-00000.json", "index.parquet"]
     _manifest(folder, "extract", names, len(records), {"kind": kind.model_dump(mode="json")})
 
 
