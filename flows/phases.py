@@ -20,6 +20,7 @@ from eyas.config import RunConfig, apply_override, parse_config
 from eyas.errors import ConfigError
 from eyas.files import digest_file
 from eyas.manifest import Manifest, verify_manifest
+from eyas.operate.config import Mode
 from eyas.operate.hosts import host_of
 from eyas.operate.phases import Phase
 from eyas.operate.pipeline import open_run
@@ -133,7 +134,7 @@ async def extract_phase(job: Job, responses: Manifests, merged: Manifest) -> Man
 
         inputs = digests({**responses, "merged": merged})
         for again in (False, True):
-            with host_of(job.run, job.config, api_key=job.api_key, say=logger.info).serving("extract"):
+            async with serving(job, "extract"):
                 plans = [
                     (f"{name} {number}", plan)
                     for name in job.datasets
@@ -200,14 +201,22 @@ def digest_path(path: Path) -> str:
 
 
 @asynccontextmanager
+async def serving(job: Job, mode: Mode) -> AsyncIterator[list[str]]:
+    """The target's servers in `mode` while the block runs; gives their URLs. Waiting for them does not block the loop."""
+    host = host_of(job.run, job.config, api_key=job.api_key, say=logger.info).serving(mode)
+    urls = await asyncio.to_thread(host.__enter__)
+    try:
+        yield urls
+    finally:  # not awaited: a cancelled scope would cut it short and leave the engine behind
+        host.__exit__(None, None, None)
+
+
+@asynccontextmanager
 async def _session(job: Job) -> AsyncIterator[GenerationSession]:
     from eyas.generation.session import GenerationSession
 
-    host = host_of(job.run, job.config, api_key=job.api_key, say=logger.info).serving("generate")
-    urls = await asyncio.to_thread(host.__enter__)
-    try:
-        report = recorder(job.run.progress)
-        async with GenerationSession(job.run, job.config, urls=urls, api_key=job.api_key, report=report) as session:
-            yield session
-    finally:  # not awaited: a cancelled scope would cut it short and leave the engine behind
-        host.__exit__(None, None, None)
+    async with (
+        serving(job, "generate") as urls,
+        GenerationSession(job.run, job.config, urls=urls, api_key=job.api_key, report=recorder(job.run.progress)) as session,
+    ):
+        yield session
