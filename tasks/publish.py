@@ -22,7 +22,8 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.logging import get_run_logger
 
-from eyas.operate.status import ProgressMessage, read_progress, read_status
+from eyas.operate.messages import ProgressMessage, read_progress
+from eyas.operate.status import read_status
 from eyas.operate.wording import number
 from eyas.progress import Report
 from eyas.workspace import RunFolder

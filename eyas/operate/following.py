@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from eyas.operate.status import read_progress
+from eyas.operate.messages import read_progress
 from eyas.progress import Report
 
 

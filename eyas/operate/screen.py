@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from eyas.operate.forecast import Forecast
+from eyas.operate.messages import ProgressMessage
 from eyas.operate.phases import TITLES
-from eyas.operate.status import DatasetStatus, PhaseStatus, ProgressMessage, RunStatus, read_status
+from eyas.operate.status import DatasetStatus, PhaseStatus, RunStatus, read_status
 from eyas.operate.wording import SHOWN_ELSEWHERE, duration, number, size
 
 COLOURS = {

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from eyas.files import read_json_lines
+from eyas.operate.messages import read_history
 from eyas.operate.phases import phase_of_stage
-from eyas.operate.status import read_history
 from eyas.workspace import RunFolder
 
 SAMPLE_ROWS = 5_000

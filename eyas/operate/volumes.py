@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from eyas.config import RunConfig
 from eyas.errors import ArtifactError
 from eyas.manifest import Manifest, load_manifest
-from eyas.operate.status import ProgressMessage, read_progress
+from eyas.operate.messages import ProgressMessage, read_progress
 from eyas.prompts.config import DatasetConfig
 from eyas.workspace import RunFolder
 

@@ -13,8 +13,9 @@ from rich.console import Console
 
 from eyas.files import read_json, write_json
 from eyas.manifest import load_manifest
+from eyas.operate.messages import read_history
 from eyas.operate.screen import render_status
-from eyas.operate.status import RunStatus, read_history, read_status
+from eyas.operate.status import RunStatus, read_status
 from eyas.progress import Progress, recorder
 from eyas.workspace import RunFolder
 
