@@ -1,6 +1,6 @@
 """Throughput of the embedded engine beside `transformers.generate`, paired in one run.
 
-    python benchmarks/engine.py [--batch 32] [--new-tokens 64] [--rounds 3] [--prompts FILE]
+    python -m benchmarks.engine [--batch 32] [--new-tokens 64] [--rounds 3] [--prompts FILE]
 
 Each round runs, in turn, the engine and `generate` in fp32 and bf16 on the same prompts (greedy, every reply of the
 same length), so that what else the machine does hits all of them. Printed: tokens per second of each round, the best

@@ -1,6 +1,6 @@
 """What a verification and a draft step cost beside a plain step, per dtype, and how much of the possible gain is reached.
 
-    python benchmarks/speculate.py --draft DIR [--draft-tokens 3] [--batch 1]
+    python -m benchmarks.speculate --draft DIR [--draft-tokens 3] [--batch 1]
 
 With accept length a, plain step d, verification v and drafting c, the machine allows a speed-up of a / ((v + c) / d).
 Printed: d, v, c in milliseconds (medians, measured on the models alone), the tokens per second of both runners through
