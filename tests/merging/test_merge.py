@@ -106,6 +106,15 @@ def test_a_bad_record_is_named_with_line_and_reason(responses: Responses, reason
     assert pq.read_metadata(responses.run.merged / "tokens.parquet").num_rows == 2
 
 
+def test_a_mask_that_slid_into_another_turn_or_was_not_shifted_with_its_ids_is_a_reject(responses: Responses) -> None:
+    """https://github.com/NVIDIA-NeMo/Automodel/pull/3024 and https://github.com/sgl-project/SpecForge/issues/885."""
+    slid = {**make_row(2), "loss_mask": [0] * 8 + [1] * 18}
+    shifted = {**make_row(3), "loss_mask": [0] * 5 + [1] * 20 + [0]}
+    responses.write("a", [make_row(1), slid, shifted])
+    assert merge(responses.run, responses.config()).rejected_by_reason == {"mask_misaligned": 2}
+    assert "loss_mask[6] is 0, wanted 1: 0 on the 6 prompt ids" in rejects_of(responses)[0]["detail"]
+
+
 def test_lines_that_are_no_objects_are_rejects(responses: Responses) -> None:
     bad = [b"null", b"[1]", b'{"id":"7","te', b"\xe2\x82", b'{"id":1}{"id":2}', b'{"id": NaN}']
     responses.write("a", [make_row(1), *bad, make_row(2)])  # type: ignore[list-item]
