@@ -30,7 +30,7 @@ from eyas.hidden.sources.opening import open_source
 from eyas.hidden.sources.protocol import Source
 from eyas.hidden.store.reader import INDEX_NAME, REJECTS_NAME
 from eyas.hidden.store.shard import Quarantined, ShardEntry, load_entry, shard_tensors, write_entry, write_shard
-from eyas.manifest import MANIFEST_NAME, Counts, FileEntry, Manifest, file_entries, fingerprint, load_manifest, now, verify_manifest
+from eyas.manifest import MANIFEST_NAME, Counts, FileEntry, Manifest, file_entries, fingerprint, load_manifest, verify_manifest
 from eyas.merging.records import RESPONSES_NAME
 from eyas.progress import Progress, Report, silent
 from eyas.target.spec import TargetSpec, load_target
@@ -313,7 +313,6 @@ def _manifest(
             "shards": len(entries),
             "strays": strays,
         },
-        started_at=now(),
     )
 
 
