@@ -23,7 +23,7 @@ class DraftConfig(Settings):
     batch_tokens: int = Field(default=1024, ge=16, description="Tokens of one micro-batch, packed.")
     accumulate: int = Field(default=1, ge=1, description="Micro-batches per optimizer step.")
     num_kv_heads: int = Field(default=0, ge=0, description="Key-value heads of the draft; 0 takes the target's.")
-    learning_rate: float = Field(default=3e-4, gt=0, description="Peak learning rate of AdamW.")
+    learning_rate: float = Field(default=5e-4, gt=0, description="Peak learning rate of AdamW.")
     min_learning_rate_share: float = Field(default=0.05, ge=0, le=1, description="Last learning rate as a share of the peak.")
     warmup_share: float = Field(default=0.05, ge=0, lt=1, description="Share of steps in which the learning rate rises.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay of matrices.")
