@@ -71,6 +71,15 @@ class Stack:
 
         return dict(until(arrived, seconds))
 
+    def wait_killed(self, flow_run_id: str) -> None:
+        """Poll until the worker has said how the process ended: a retry before that would be marked Crashed with it."""
+
+        def is_reported() -> bool:
+            state = self.flow_run(flow_run_id)["state"]
+            return state["type"] == "CRASHED" and "status code -9" in (state["message"] or "")
+
+        until(is_reported, 180)
+
     def pid(self, flow_run_id: str) -> int:
         """Process of a flow run on this machine."""
         return int(str(until(lambda: self.flow_run(flow_run_id).get("infrastructure_pid"), 120)).rpartition(":")[2])

@@ -43,14 +43,14 @@ def test_killed_in_generation_and_in_training_a_retry_goes_on_to_the_end(stack: 
     flow_run_id = stack.start("killed")
     until(lambda: len(journal_ids(run)) >= 3, 600)
     os.kill(stack.pid(flow_run_id), signal.SIGKILL)
-    stack.wait_state(flow_run_id, "CRASHED", seconds=180)
+    stack.wait_killed(flow_run_id)
     before = journal_ids(run)
 
     stack.retry(flow_run_id)
     until(lambda: (run / "progress" / "train.json").is_file(), 900)
     tree = family(stack.pid(flow_run_id))
     os.kill(tree[0].pid, signal.SIGKILL)
-    stack.wait_state(flow_run_id, "CRASHED", seconds=180)
+    stack.wait_killed(flow_run_id)
     until(lambda: not any(process.is_running() and process.status() != "zombie" for process in tree), 30)
     responses = {path: path.read_bytes() for path in run.glob("responses/*/tokenized_data.jsonl")}
 
