@@ -24,7 +24,7 @@ from eyas.target.config import TargetConfig
 from eyas.target.spec import TargetSpec, load_target
 
 ROOT = Path(__file__).parents[2]
-START_S = 240.0
+START_S = 600.0
 SGLANG_FLAGS = shlex.split(
     "--device cpu --host 127.0.0.1 --attention-backend intel_amx --random-seed 1 --max-total-tokens 32768 "
     # On a small machine SGLang's own estimate of the share leaves nothing with chunked prefill off.
