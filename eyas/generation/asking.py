@@ -21,7 +21,7 @@ from eyas.errors import EyasError, RecordError, ServerError
 from eyas.generation.dataset import DatasetRun
 from eyas.generation.inflight import InFlightLog
 from eyas.generation.records import Prompt
-from eyas.generation.sampling import clamp_new_tokens, record_seed
+from eyas.generation.sampling import clamp_new_tokens, record_sampling, record_seed
 from eyas.generation.telemetry import Telemetry
 from eyas.sglang.client import ClosedBeforeReply, ServerBusy, ServerUnreachable
 from eyas.sglang.pool import Server, ServerPool
@@ -147,7 +147,7 @@ class Asker:
         record.max_new_tokens, record.url = cap, server.url
         record.seed = record_seed(generation.seed, prompt.id)
         record.rid = f"eyas-{prompt.id}-{record.num_tries}-{self._token}"
-        sampling = {**self._sampling, "max_new_tokens": cap, "sampling_seed": record.seed}
+        sampling = record_sampling(self._sampling, prompt.split, max_new_tokens=cap, seed=record.seed)
         request = GenerateRequest(rid=record.rid, input_ids=prompt.input_ids, sampling_params=sampling)
         deadline_s = max(limits.deadline_floor_s, cap / limits.min_tokens_per_s)
         self._in_flight.add(record.rid, server.url)

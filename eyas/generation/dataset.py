@@ -36,7 +36,7 @@ from eyas.workspace import RunFolder
 log = logging.getLogger(__name__)
 
 STAGE = "generate"
-VERSION = 1
+VERSION = 2
 TOKENIZED_NAME = "tokenized_data.jsonl"
 REJECTS_NAME = "rejects.jsonl"
 

@@ -36,6 +36,15 @@ def resolve_sampling(config: GenerationConfig, spec: TargetSpec) -> dict[str, An
     }
 
 
+def record_sampling(sampling: dict[str, Any], split: str, *, max_new_tokens: int, seed: int) -> dict[str, Any]:
+    """What one record sends: the run's `sampling`, its cap and its seed; held-out records are greedy.
+
+    Acceptance is predicted by a replay of the served chain, which at temperature 0 takes greedy replies only.
+    """
+    greedy = {"temperature": 0.0} if split == "heldout" else {}
+    return {**sampling, **greedy, "max_new_tokens": max_new_tokens, "sampling_seed": seed}
+
+
 def record_seed(seed: int, record_id: str) -> int:
     """The 31-bit sampling seed of one record."""
     digest = hashlib.blake2b(f"{seed}:{record_id}".encode(), digest_size=4).digest()

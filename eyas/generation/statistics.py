@@ -28,6 +28,7 @@ class LengthStatistics:
         self.num_repaired_text = 0
         self.num_retried = 0
         self.num_clamped = 0
+        self._longest = 0
         self._bins = [0] * _NUM_BINS
 
     @property
@@ -48,6 +49,7 @@ class LengthStatistics:
         self.num_repaired_text += entry["text_match"] != "exact"
         self.num_retried += entry["attempt"] > 1
         self.num_clamped += bool(entry.get("is_clamped"))
+        self._longest = max(self._longest, length)
         self._bins[_bin(length)] += 1
 
     def quantile(self, share: float) -> int:
@@ -56,7 +58,7 @@ class LengthStatistics:
         for index, count in enumerate(self._bins):
             seen += count
             if count and seen >= wanted:
-                return round(_centre(index))
+                return min(round(_centre(index)), self._longest)
         return 0
 
     def figures(self) -> dict[str, float | int]:
