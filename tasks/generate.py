@@ -18,6 +18,7 @@ from prefect import task
 
 from eyas.config import RunConfig
 from eyas.manifest import Manifest
+from eyas.workspace import RunFolder
 from tasks.caching import OPTIONS, cache_key, complete
 
 if TYPE_CHECKING:
@@ -59,5 +60,19 @@ async def shared_session(open_session: OpenSession) -> AsyncIterator[None]:
 @task(**OPTIONS, name="generate", task_run_name="generate {dataset}", cache_key_fn=cache_key("generate"))
 async def generate_dataset(run: Path, config: RunConfig, dataset: str, inputs: dict[str, str]) -> Manifest:
     """Generate the target's responses to one dataset through the shared session."""
+    if (finished := await asyncio.to_thread(_finished, RunFolder(run), config, dataset)) is not None:
+        return finished
     session = await _SESSIONS.get().get()
     return complete(await session.generate_dataset(dataset))
+
+
+def _finished(run: RunFolder, config: RunConfig, dataset: str) -> Manifest | None:
+    """The dataset's manifest if all its responses are there and whole: no server need start to find that out."""
+    from eyas.generation.dataset import DatasetRun, check_rejects
+    from eyas.generation.sampling import resolve_sampling
+    from eyas.target.spec import load_target
+
+    spec = load_target(config.target)
+    work = DatasetRun(run, config, spec, resolve_sampling(config.generation, spec), dataset, str)
+    manifest = work.finished_manifest()
+    return manifest if manifest is None else check_rejects(manifest, config.generation.reject_limit, work.folder)

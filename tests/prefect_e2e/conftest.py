@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,14 @@ class Stack:
         return dict(until(arrived, seconds))
 
     def wait_killed(self, flow_run_id: str) -> None:
-        """Poll until the worker has said how the process ended: a retry before that would be marked Crashed with it."""
+        """Poll until the run has been Crashed for some seconds: a killed process is reported twice, and a retry in between is lost."""
 
-        def is_reported() -> bool:
+        def has_settled() -> bool:
             state = self.flow_run(flow_run_id)["state"]
-            return state["type"] == "CRASHED" and "status code -9" in (state["message"] or "")
+            age_s = (datetime.now(UTC) - datetime.fromisoformat(state["timestamp"])).total_seconds()
+            return bool(state["type"] == "CRASHED" and age_s > 10)
 
-        until(is_reported, 180)
+        until(has_settled, 180)
 
     def pid(self, flow_run_id: str) -> int:
         """Process of a flow run on this machine."""
