@@ -35,6 +35,7 @@ def run_here(flow: Flow[..., Any], arguments: list[str] | None = None) -> int:
     parser.add_argument("--ui", action="store_true", help="open the Prefect UI, and keep it open after the run")
     options = parser.parse_args(arguments)
     os.environ.update(QUIET)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` starts us with SIGINT ignored
     try:
         config = load_config(options.config, options.set)
         with _server() as (url, hint):

@@ -121,7 +121,8 @@ sys.exit(cli.main(sys.argv[1:-1]))
 """
 
 
-def test_interrupt_ends_children_and_says_how_to_go_on(config_file: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_start", [signal.SIG_DFL, signal.SIG_IGN], ids=["in front", "behind a shell's &"])
+def test_interrupt_ends_children_and_says_how_to_go_on(config_file: object, tmp_path: Path, at_start: signal.Handlers) -> None:
     note, run = tmp_path / "child.pid", tmp_path / "run"
     words = ["prepare", "--config", str(config_file()), "--run", str(run)]  # type: ignore[operator]
     process = subprocess.Popen(
@@ -129,6 +130,7 @@ def test_interrupt_ends_children_and_says_how_to_go_on(config_file: object, tmp_
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, at_start),
     )
     deadline = time.monotonic() + 60
     while not (note.exists() and note.read_text()):
