@@ -60,14 +60,14 @@ async def shared_session(open_session: OpenSession) -> AsyncIterator[None]:
 @task(**OPTIONS, name="generate", task_run_name="generate {dataset}", cache_key_fn=cache_key("generate"))
 async def generate_dataset(run: Path, config: RunConfig, dataset: str, inputs: dict[str, str]) -> Manifest:
     """Generate the target's responses to one dataset through the shared session."""
-    if (finished := await asyncio.to_thread(_finished, RunFolder(run), config, dataset)) is not None:
+    if (finished := _finished(RunFolder(run), config, dataset)) is not None:
         return finished
     session = await _SESSIONS.get().get()
     return complete(await session.generate_dataset(dataset))
 
 
 def _finished(run: RunFolder, config: RunConfig, dataset: str) -> Manifest | None:
-    """The dataset's manifest if all its responses are there and whole: no server need start to find that out."""
+    """The dataset's manifest if all its responses are there and whole: no server need start for it. Needs the running loop."""
     from eyas.generation.dataset import DatasetRun, check_rejects
     from eyas.generation.sampling import resolve_sampling
     from eyas.target.spec import load_target

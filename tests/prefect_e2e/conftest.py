@@ -73,7 +73,7 @@ class Stack:
         return dict(until(arrived, seconds))
 
     def wait_killed(self, flow_run_id: str) -> None:
-        """Poll until the run has been Crashed for some seconds: a killed process is reported twice, and a retry in between is lost."""
+        """Poll until the run has been Crashed for some seconds: it is reported twice, and a retry in between is lost."""
 
         def has_settled() -> bool:
             state = self.flow_run(flow_run_id)["state"]
