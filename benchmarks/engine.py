@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # some µs: passive alone pays a wake-up for every small operation
 
 import torch
 from transformers import AutoModelForCausalLM

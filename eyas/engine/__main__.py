@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # some µs: passive alone pays a wake-up for every small operation
 
 from eyas.engine.config import EngineConfig
 from eyas.engine.listen import listen_on

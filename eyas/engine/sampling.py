@@ -162,27 +162,34 @@ def filtered_probs(logits: Tensor, rows: list[SamplingParams]) -> Tensor:
     """
     scale = torch.tensor([[1.0 / params.temperature] for params in rows])
     probs = torch.softmax(logits * scale, dim=-1)
-    for index, params in enumerate(rows):
-        if params.is_filtered:
-            probs[index] = _filter_row(probs[index], params)
+    filtered = [index for index, params in enumerate(rows) if params.is_filtered]
+    if filtered:
+        probs[filtered] = _filter(probs[filtered], [rows[index] for index in filtered])
     return probs
 
 
-def _filter_row(probs: Tensor, params: SamplingParams) -> Tensor:
-    size = probs.shape[0]
-    limit = min(params.top_k if params.top_k > 0 else size, size)
+def _filter(probs: Tensor, rows: list[SamplingParams]) -> Tensor:
+    """The filters of all rows at once on each row's most likely candidates; rows that reach past them are sorted whole."""
+    size = probs.shape[1]
+    limit = torch.tensor([[params.top_k if params.top_k > 0 else size] for params in rows])
+    top_p, min_p = (torch.tensor([[getattr(params, name)] for params in rows]) for name in ("top_p", "min_p"))
+
+    def kept_share(values: Tensor, chosen: slice | int = slice(None)) -> tuple[Tensor, Tensor]:
+        before = values.cumsum(-1) - values
+        place = torch.arange(values.shape[-1])
+        keep = (before < top_p[chosen]) & (values >= min_p[chosen] * values[..., :1]) & (place < limit[chosen])
+        kept = torch.where(keep, values, values.new_zeros(()))
+        return kept / kept.sum(-1, keepdim=True), before
+
     values, order = probs.topk(min(size, _NUM_CANDIDATES))
-    before = values.cumsum(0) - values
-    is_settled = (
-        limit <= values.shape[0] or float(before[-1]) >= params.top_p or float(values[-1]) < params.min_p * float(values[0])
-    )
-    if not is_settled:
-        values, order = probs.sort(descending=True)
-        before = values.cumsum(0) - values
-    keep = (before < params.top_p) & (values >= params.min_p * values[0])
-    keep[limit:] = False
-    kept = torch.where(keep, values, values.new_zeros(()))
-    return torch.zeros_like(probs).scatter_(0, order, kept / kept.sum())
+    share, before = kept_share(values)
+    result = torch.zeros_like(probs).scatter_(1, order, share)
+    last = values[:, -1:]
+    is_settled = (limit <= values.shape[1]) | (before[:, -1:] >= top_p) | (last < min_p * values[:, :1])
+    for index in (~is_settled[:, 0]).nonzero()[:, 0].tolist():
+        values, order = probs[index].sort(descending=True)
+        result[index] = torch.zeros_like(probs[index]).scatter_(0, order, kept_share(values, index)[0])
+    return result
 
 
 def draw(probs: Tensor, uniforms: list[float]) -> Tensor:
