@@ -12,13 +12,13 @@ export DO_NOT_TRACK := 1
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup test lint demo soak bench test-engines lock wheel help
+.PHONY: setup test lint demo soak test-engines test-e2e lock wheel help
 
 help:
 	@echo "make demo [PRESET=quick|default|full] [RUN=DIR]  train and benchmark a real draft on this machine"
 	@echo "make test                                        the tests (about 8 minutes on two cores)"
 	@echo "make lint                                        ruff and mypy"
-	@echo "make soak | bench | test-engines                 the long counts, the figures, real SGLang and vLLM"
+	@echo "make soak | test-engines | test-e2e              the long counts, real SGLang and vLLM, Prefect with a browser"
 
 setup: $(READY)
 
@@ -35,7 +35,7 @@ $(READY): requirements/lock.txt requirements/demo-data.txt pyproject.toml
 	touch $(READY)
 
 test: $(READY)
-	$(BIN)/python -m pytest tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -54,6 +54,10 @@ test-engines: $(READY)
 	PYTHON=$(PYTHON) engines/install.sh sglang $(ENGINES)/sglang
 	PYTHON=$(PYTHON) engines/install.sh vllm $(ENGINES)/vllm
 	$(BIN)/python -m pytest tests/engines -m engines --engines $(ENGINES) --engines-run "$(ENGINES_RUN)" --timeout 3600
+
+# A real Prefect server on SQLite and PostgreSQL, a worker and a browser; needs Debian's chromium and postgresql.
+test-e2e: $(READY)
+	$(BIN)/python -m pytest tests/prefect_e2e -m e2e --timeout 1800
 
 wheel: $(READY)
 	$(BIN)/python -m build

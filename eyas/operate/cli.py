@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = make_parser()
     options = parser.parse_args(words)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that spin starve every other process
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` starts us with SIGINT ignored
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # both end the run in the same clean way
     from eyas.errors import EyasError
