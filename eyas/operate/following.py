@@ -15,13 +15,13 @@ from eyas.progress import Report
 
 def follow_progress(folder: Path, report: Report, *, stage: str = "") -> Callable[[], None]:
     """Pass new messages in the progress folder (of `stage` only, if given) to `report`."""
-    seen = {(message.stage, message.name): message.at for message in read_progress(folder, stage)}
+    seen = {(message.stage, message.name): message for message in read_progress(folder, stage)}
 
     def look() -> None:
         for message in read_progress(folder, stage):
             key = (message.stage, message.name)
-            if seen.get(key) != message.at:
-                seen[key] = message.at
+            if seen.get(key) != message:
+                seen[key] = message
                 report(message.progress())
 
     return look

@@ -240,6 +240,7 @@ async def test_rows_carry_where_they_came_from(target: Path, tmp_path: Path) -> 
     with LoopbackServer(target) as server:
         await generate(run, config, urls=[server.url])
         sent = {payload["rid"]: payload for payload in server.payloads}
+    splits = {row["id"]: row["split"] for row in tokenized_rows(run, "a")}
     for entry in journal_entries(run, "a"):
         assert entry["server"] == server.url
         assert entry["attempt"] == 1
@@ -250,7 +251,7 @@ async def test_rows_carry_where_they_came_from(target: Path, tmp_path: Path) -> 
         assert {
             key: sampling[key] for key in ("temperature", "top_p", "stop_token_ids", "skip_special_tokens", "no_stop_trim")
         } == {
-            "temperature": 0.6,
+            "temperature": 0.0 if splits[entry["id"]] == "heldout" else 0.6,
             "top_p": 0.9,
             "stop_token_ids": [2],
             "skip_special_tokens": False,
