@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 
 help:
 	@echo "make demo [PRESET=quick|default|full] [RUN=DIR]  train and benchmark a real draft on this machine"
-	@echo "make test                                        the tests (about 8 minutes on two cores)"
+	@echo "make test                                        the tests (about 3 minutes on two cores)"
 	@echo "make lint                                        ruff and mypy"
 	@echo "make soak | test-engines | test-e2e              the long counts, real SGLang and vLLM, Prefect with a browser"
 
