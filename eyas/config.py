@@ -5,6 +5,7 @@ YAML (or a UI form) → `RunConfig` → arguments. Unknown keys are refused with
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,10 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 def parse_config(raw: dict[str, Any], *, where: str) -> RunConfig:
     """Validate a raw tree; the `ConfigError` names every wrong key, the value seen and what is wanted."""
+    try:
+        json.dumps(raw, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"config {where}: a value holds {error.object[error.start]!r}, which is no text; remove it") from error
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:

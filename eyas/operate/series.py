@@ -7,17 +7,21 @@ for responses (rows stand in order of random ids, so a prefix is an honest sampl
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eyas.files import read_json_lines
 from eyas.operate.messages import read_history
 from eyas.operate.phases import phase_of_stage
 from eyas.workspace import RunFolder
+
+logger = logging.getLogger(__name__)
 
 SAMPLE_ROWS = 5_000
 Floats = list[float]
@@ -97,14 +101,16 @@ def forecast_history(run: RunFolder) -> ForecastHistory | None:
 
 
 def metrics(run: RunFolder) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(training rows, held-out replays) of `draft/metrics.jsonl`; a torn line is passed over."""
+    """(training rows, held-out replays) of `draft/metrics.jsonl`; a torn line, or one that is no object, is passed over."""
     path = run.draft / "metrics.jsonl"
     rows = []
     for _, line in read_json_lines(path) if path.is_file() else []:
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             continue
+        if isinstance(row, dict):
+            rows.append(row)
     return [row for row in rows if row.get("kind") == "train"], [row for row in rows if row.get("kind") == "heldout"]
 
 
@@ -112,7 +118,11 @@ def _prompt_lengths(run: RunFolder, name: str) -> list[int]:
     path = run.prompts(name) / "prompts.parquet"
     if not path.is_file():
         return []
-    column = pq.read_table(path, columns=["input_ids"]).column("input_ids")
+    try:
+        column = pq.read_table(path, columns=["input_ids"]).column("input_ids")
+    except (pa.ArrowException, OSError) as error:
+        logger.warning("no prompt lengths in the report file=%s error=%s", path, error)
+        return []
     return [length for chunk in column.chunks for length in chunk.value_lengths().to_pylist()]
 
 

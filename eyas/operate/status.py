@@ -78,13 +78,15 @@ def read_status(root: Path, *, work: dict[str, dict[str, Any]] | None = None) ->
     run = RunFolder(root)
     if not run.run_json.is_file():
         raise ConfigError(f"{root} holds no run (no run.json); give the folder of a run that was started")
-    about = read_json(run.run_json)
-    config = about["config"]
-    names = [dataset["name"] for dataset in config["prompts"]["datasets"]]
+    try:
+        config = read_json(run.run_json)["config"]
+        run_name, names = config["name"], [dataset["name"] for dataset in config["prompts"]["datasets"]]
+        stall_s = float(config["operate"]["stall_s"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise damaged_run(run) from error
     plan = _optional_json(run.plan_json)
     messages = read_progress(run.progress)
     now = datetime.now(UTC)
-    stall_s = float(config["operate"]["stall_s"])
     work = work_of(plan) if work is None else work
     phases = [_phase_status(run, phase, names, messages, work.get(phase, {}), now, stall_s) for phase in PHASES]
     datasets = [_dataset_status(run, name, messages) for name in names]
@@ -93,7 +95,7 @@ def read_status(root: Path, *, work: dict[str, dict[str, Any]] | None = None) ->
     results = _optional_json(run.benchmark / "results.json") if phases[-1].state == "done" else {}
     return RunStatus(
         run=str(root),
-        name=config["name"],
+        name=run_name,
         state=_run_state(phases),
         at=now.isoformat(timespec="seconds"),
         phases=phases,
@@ -107,9 +109,19 @@ def read_status(root: Path, *, work: dict[str, dict[str, Any]] | None = None) ->
     )
 
 
+def damaged_run(run: RunFolder) -> ConfigError:
+    """What is wrong when `run.json` does not hold a run's config."""
+    return ConfigError(f"{run.run_json} does not hold the config of a run; start the run again with its --config FILE")
+
+
 def work_of(plan: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Per phase, what only the plan knows: the process that works on it, or the message with which it failed."""
-    return {item["phase"]: item.get("work", {}) for item in plan.get("phases", [])}
+    """Per phase, what only the plan knows: the process that works on it, or the message with which it failed.
+
+    A plan of another shape knows nothing: it is written anew from what lies on disk.
+    """
+    items = plan.get("phases", [])
+    items = [item for item in items if isinstance(item, dict) and "phase" in item] if isinstance(items, list) else []
+    return {item["phase"]: item.get("work", {}) for item in items}
 
 
 def used_bytes(root: Path) -> int:
@@ -159,14 +171,15 @@ def _phase_status(
         state = "outdated" if any(_is_outdated(run, manifest) for manifest in manifests) else "done"
     else:
         state = "stopped" if pieces or manifests else "waiting"
+    counted = [manifest for manifest in manifests if manifest.stage != "export"]  # that one counts a model, not records
     reasons: dict[str, int] = {}
-    for manifest in manifests:
+    for manifest in counted:
         for reason, count in manifest.rejected_by_reason.items():
             reasons[reason] = reasons.get(reason, 0) + count
     return PhaseStatus(
         phase=phase,
         state=state,
-        counts=_sum_counts([manifest.counts for manifest in manifests]) if is_done else _moving_counts(manifests, pieces),
+        counts=_sum_counts([manifest.counts for manifest in counted]) if is_done else _moving_counts(counted, pieces),
         rejected_by_reason=reasons,
         started_at=min([manifest.started_at for manifest in manifests if manifest.started_at] or [work.get("started_at", "")]),
         finished_at=max([manifest.finished_at for manifest in manifests], default="") if is_done else "",

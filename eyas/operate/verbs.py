@@ -230,8 +230,13 @@ def read_config(options: argparse.Namespace) -> RunConfig:
     if options.config is not None:
         config = load_config(options.config, options.set)
     else:
+        from eyas.operate.status import damaged_run
+
         source = _recorded_config(options.run)
-        raw = read_json(source)["config"]
+        raw = read_json(source)
+        if not isinstance(raw, dict) or not isinstance(raw.get("config"), dict):
+            raise damaged_run(RunFolder(options.run))
+        raw = raw["config"]
         for setting in options.set:
             apply_override(raw, setting)
         config = parse_config(raw, where=str(source))
