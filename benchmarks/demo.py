@@ -29,6 +29,12 @@ PHASE_FOLDERS = {
     "benchmark": "bench",
 }
 
+RESULT_KEYS = (
+    *("accept_length", "all_sets", "baselines", "beats_baselines", "definition", "engine", "engine_details"),
+    *("loops", "num_draft_tokens", "outputs", "predicted_accept_length", "speedup", "timing"),
+)
+"""The figures of results.json; what it says of folders and processes belongs to the machine."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -70,7 +76,8 @@ def read_run(run: Path) -> dict[str, Any]:
             "rejected": sum(manifest["counts"]["rejected"] for manifest in manifests),
             "minutes": (max(ends) - min(starts)).total_seconds() / 60 if starts else None,
         }
-    return {"phases": phases, "results": json.loads((run / "benchmark" / "results.json").read_text())}
+    results = json.loads((run / "benchmark" / "results.json").read_text())
+    return {"phases": phases, "results": {key: results[key] for key in RESULT_KEYS if key in results}}
 
 
 def table(figures: dict[str, Any]) -> str:
