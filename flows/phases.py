@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefect import unmapped
+from pydantic import SecretStr
 
 from eyas.config import RunConfig, apply_override, parse_config
 from eyas.errors import ConfigError
@@ -160,7 +161,10 @@ async def train_phase(job: Job, merged: Manifest, hidden: Manifest) -> Manifest:
 async def benchmark_phase(job: Job, export: Manifest) -> Manifest:
     """Phase 6: the draft served and measured."""
     with job.phase("bench"):
-        return await run_standing(job.results, benchmark_draft, job.run.benchmark, inputs=digests({"export": export}), **job.shared)
+        inputs = digests({"export": export})
+        return await run_standing(
+            job.results, benchmark_draft, job.run.benchmark, inputs=inputs, api_key=SecretStr(job.api_key), **job.shared
+        )
 
 
 def finished_phase(folder: Path, *, checks_digests: bool = True) -> Manifest:

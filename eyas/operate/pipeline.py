@@ -159,9 +159,9 @@ def _bench(work: _Work) -> Manifest:
     from eyas.speculate.benchmark import benchmark
 
     if work.config.server.kind == "embedded":  # it starts its own engines, with the draft and without
-        return benchmark(work.run, work.config, report=work.report)
+        return benchmark(work.run, work.config, report=work.report, api_key=work.api_key)
     with work.host().serving("draft", draft=work.run.export):
-        return benchmark(work.run, work.config, report=work.report)
+        return benchmark(work.run, work.config, report=work.report, api_key=work.api_key)
 
 
 _STEPS: dict[Phase, Callable[[_Work], Any]] = {

@@ -110,7 +110,12 @@ def engine_verb(options: argparse.Namespace, api_key: str) -> int:
     spec = load_target(config.target)
     log = RunFolder(options.run).logs / "engine.log"
     with EngineProcess(
-        spec.folder, config=engine, draft_dir=options.draft, api_key=server_api_key(config, api_key), log=log
+        spec.folder,
+        config=engine,
+        draft_dir=options.draft,
+        context_length=config.target.context_length,
+        api_key=server_api_key(config, api_key),
+        log=log,
     ) as server:
         print(f"serving {spec.folder.name} at {server.url}   (log {log}; Ctrl-C ends it)", flush=True)
         signal.pause()

@@ -47,7 +47,7 @@ _CACHE_SLACK_TOKENS = 128
 logger = logging.getLogger(__name__)
 
 
-def benchmark(run: RunFolder, config: RunConfig, report: Report = silent) -> Manifest:
+def benchmark(run: RunFolder, config: RunConfig, report: Report = silent, *, api_key: str = "") -> Manifest:
     """Measure the exported draft of `run` and write `benchmark/`; returns its manifest, at once if nothing changed.
 
     Raises `ConfigError` for a set or server that does not fit, `ServerError` where a server fails,
@@ -62,7 +62,7 @@ def benchmark(run: RunFolder, config: RunConfig, report: Report = silent) -> Man
     started_at = now()
     with exclusive(run.benchmark / ".lock", "this run's benchmark"):
         _write_launch(run, config, spec)
-        measurements = _measure_all(run, config, spec, wanted, report)
+        measurements = _measure_all(run, config, spec, wanted, report, api_key)
         results = summarise(
             measurements,
             engine=config.server.kind,
@@ -128,13 +128,15 @@ def _config_that_counts(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _measure_all(run: RunFolder, config: RunConfig, spec: TargetSpec, wanted: str, report: Report) -> list[SetMeasurement]:
+def _measure_all(
+    run: RunFolder, config: RunConfig, spec: TargetSpec, wanted: str, report: Report, api_key: str
+) -> list[SetMeasurement]:
     found = {source: _load_raw(_raw_path(run, source, wanted)) for source in config.benchmark.sets}
     missing = [source for source, measurement in found.items() if measurement is None]
     if missing:
         prompts = {source: load_set(run, config, spec, source) for source in missing}
         bigrams = _bigram_table(run)
-        with open_servers(run, config, spec, cache_tokens=_cache_tokens(config, prompts)) as pair:
+        with open_servers(run, config, spec, cache_tokens=_cache_tokens(config, prompts), api_key=api_key) as pair:
             measure_tie, predict = _truths(run, config, spec, pair)
             for source in missing:
                 name = set_name(source)

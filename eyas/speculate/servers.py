@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -34,12 +33,11 @@ class Pair:
 
 
 @contextmanager
-def open_servers(run: RunFolder, config: RunConfig, spec: TargetSpec, *, cache_tokens: int) -> Iterator[Pair]:
+def open_servers(run: RunFolder, config: RunConfig, spec: TargetSpec, *, cache_tokens: int, api_key: str) -> Iterator[Pair]:
     """Start or find both servers; embedded ones hold `cache_tokens` each, so that two fit side by side.
 
     Raises `ConfigError` where no server with the draft is named, `ServerError` where one does not answer.
     """
-    api_key = Path(config.server.api_key_file).read_text().strip() if config.server.api_key_file else ""
     with ExitStack() as stack:
         if config.server.kind == "embedded":
             urls = _start_embedded(stack, run, config, spec, cache_tokens, api_key)
@@ -73,7 +71,12 @@ def _start_embedded(
 ) -> dict[Side, str]:
     run.logs.mkdir(parents=True, exist_ok=True)
     engine = config.server.engine.model_copy(update={"dtype": config.benchmark.dtype, "port": 0, "max_total_tokens": cache_tokens})
-    off = stack.enter_context(EngineProcess(spec.folder, config=engine, api_key=api_key, log=run.logs / "benchmark-off.log"))
+    context_length = config.target.context_length
+    off = stack.enter_context(
+        EngineProcess(
+            spec.folder, config=engine, context_length=context_length, api_key=api_key, log=run.logs / "benchmark-off.log"
+        )
+    )
     # Both sides in one precision: what `auto` found for the first holds for the second.
     engine = engine.model_copy(update={"dtype": _server_info(off.url, api_key)["dtype"]})
     on = stack.enter_context(
@@ -82,6 +85,7 @@ def _start_embedded(
             config=engine,
             draft_dir=run.export.resolve(),
             num_draft_tokens=config.benchmark.num_draft_tokens,
+            context_length=context_length,
             api_key=api_key,
             log=run.logs / "benchmark-on.log",
         )

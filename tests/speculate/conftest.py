@@ -72,10 +72,12 @@ class FakeEngine:
     requests: list[dict[str, Any]] = field(default_factory=list)
     meta_changes: dict[str, Any] = field(default_factory=dict)
     status: int = 200
+    keys: list[str] = field(default_factory=list)
 
     async def generate(self, request: Request) -> JSONResponse:
         body = await request.json()
         self.requests.append(body)
+        self.keys.append(request.headers.get("authorization", ""))
         sampling = body["sampling_params"]
         ids = self.change(greedy(self.model, body["input_ids"], sampling["max_new_tokens"], sampling["stop_token_ids"]))
         is_stopped = ids[-1] in sampling["stop_token_ids"]
@@ -94,6 +96,7 @@ class FakeEngine:
         return JSONResponse({"text": "", "output_ids": ids, "meta_info": meta | self.meta_changes}, status_code=self.status)
 
     async def server_info(self, request: Request) -> JSONResponse:
+        self.keys.append(request.headers.get("authorization", ""))
         return JSONResponse({"dtype": "float32", "max_running_requests": 8, "model_path": "tiny"} | self.info)
 
 

@@ -185,6 +185,12 @@ def test_progress_counts_every_block_to_the_end(stage: Stage) -> None:
     assert {progress.total for progress in blocks} == {8}
 
 
+def test_the_callers_key_goes_with_every_request(stage: Stage) -> None:
+    benchmark(stage.run, stage.config, api_key="secret")
+    assert {*stage.off.keys, *stage.on.keys} == {"Bearer secret"}
+    assert not [path for path in stage.run.root.rglob("*") if path.is_file() and b"secret" in path.read_bytes()]
+
+
 def test_missing_draft_says_which_phase_to_run(stage: Stage) -> None:
     (stage.run.export / "model.safetensors").unlink()
     with pytest.raises(ArtifactError, match="exports the draft"):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -14,6 +15,7 @@ from tokenizers.models import WordLevel
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
 
+from eyas.config import RunConfig
 from eyas.draft.config import DraftConfig
 from eyas.draft.data import Record, make_batch
 from eyas.draft.model import Draft, rms_norm
@@ -28,9 +30,11 @@ from eyas.speculate.lossless import LocalJudge
 from eyas.speculate.measure import measure_set
 from eyas.speculate.predict import Predictor
 from eyas.speculate.results import SetMeasurement
+from eyas.speculate.servers import open_servers
 from eyas.speculate.sets import BenchmarkPrompt
 from eyas.target.config import TargetConfig
 from eyas.target.spec import TargetSpec, load_target
+from eyas.workspace import RunFolder
 from tests.speculate.conftest import VOCAB, greedy
 
 K = 3
@@ -47,7 +51,7 @@ def save_target(model: Any, folder: Path) -> TargetSpec:
     return load_target(TargetConfig(model=str(folder)))
 
 
-def fit_draft(model: Any, spec: TargetSpec, folder: Path) -> None:
+def fit_draft(model: Any, spec: TargetSpec, folder: Path, *, steps: int = 25) -> None:
     """Overfit a draft to half of the prompts' replies, so that it hits often on some and seldom on others."""
     draft_spec = DraftSpec.from_target(spec, DraftConfig(), VOCAB)
     torch.manual_seed(0)
@@ -63,7 +67,7 @@ def fit_draft(model: Any, spec: TargetSpec, folder: Path) -> None:
         wanted.append(ids)
     optimizer = torch.optim.Adam(draft.parameters(), lr=1e-2)
     batches = [(make_batch([record], K), ids[len(PROMPTS[0].input_ids) + 1 :]) for record, ids in zip(records, wanted, strict=True)]
-    for _ in range(25):
+    for _ in range(steps):
         for batch, tokens in batches:
             states = draft.unroll(batch, K)
             loss = torch.zeros(())
@@ -123,3 +127,17 @@ def test_served_counts_are_the_replayed_ones_request_by_request(measured: SetMea
     lengths = [1 + accepted / verifications for verifications, accepted in served]
     assert max(lengths) > 2.0  # the draft knows something
     assert min(lengths) < max(lengths)
+
+
+def test_both_engines_serve_the_configured_context(model: Any, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    spec = save_target(model, target)
+    run = RunFolder(tmp_path / "run").create()
+    run.export.mkdir(parents=True)
+    fit_draft(model, spec, run.export, steps=0)
+    engine = {"dtype": "float32", "threads": 1, "max_running_requests": 2}
+    config = RunConfig.model_validate({"target": {"model": str(target), "context_length": 64}, "server": {"engine": engine}})
+    with open_servers(run, config, spec, cache_tokens=256, api_key="") as pair:
+        contexts = [httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] for server in pair.servers.values()]
+    assert contexts == [64, 64]
