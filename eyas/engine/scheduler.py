@@ -243,6 +243,7 @@ class Scheduler(threading.Thread):
             if reason is not None:
                 break
         num_new = len(request.output_ids) - num_before
+        self.stats.counters["generation_tokens"] += num_new  # before the reply goes out: who has it finds it counted
         request.output_logprobs.cut(len(request.output_ids))
         if num_before and self._runner.num_drafts:  # the first token comes from the prompt, not from a verification
             request.count_verification(self._runner.num_drafts, accepted=min(num_new, len(tokens) - 1))

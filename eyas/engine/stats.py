@@ -47,8 +47,7 @@ class EngineStats:
         self.num_used_tokens = sum(request.num_tokens for request in running)
 
     def count_step(self, num_new: int, num_prompt: int, seconds: float) -> None:
-        """Note one step: generated tokens, computed prompt tokens, wall time."""
-        self.counters["generation_tokens"] += num_new
+        """Note one step: tokens it generated (for the rate), computed prompt tokens, wall time."""
         self.counters["computed_prompt_tokens"] += num_prompt
         self.counters["steps"] += 1
         self.counters["step_us"] += int(seconds * 1e6)
