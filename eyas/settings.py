@@ -1,11 +1,28 @@
-"""The base of every config model: unknown keys are refused, values are frozen, defaults are checked."""
+"""The base of every config model: unknown keys are refused, values are frozen, defaults are checked.
+
+A form shows a field's description and not its bounds, so the schema's descriptions say them. A field that
+may be left to the target takes a value that says so ("auto", -1): a form shows `X | None` as a toggle of types.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
+
+_BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+
+
+def show_bounds(schema: dict[str, Any]) -> None:
+    """Say each property's numeric bounds at the end of its description."""
+    for field in schema.get("properties", {}).values():
+        said = [f"{words} {field[name]:,}" for name, words in _BOUNDS.items() if name in field]
+        if said:
+            text = " and ".join(said)
+            field["description"] = f"{field.get('description', '')} {text[0].upper()}{text[1:]}.".strip()
 
 
 class Settings(BaseModel):
     """Base of the config tree; each stage owns its own subclass beside the code that reads it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, json_schema_extra=show_bounds)

@@ -82,3 +82,20 @@ def test_every_field_is_described_and_has_a_default() -> None:
             assert not field.is_required() or where.endswith(("datasets", "GateConfig")) or name in {"warn", "stop"}, name
 
     check(RunConfig, "RunConfig")
+
+
+@pytest.mark.parametrize(
+    ("word", "meaning"), [("yes", True), ("true", True), ("'yes'", True), ("no", False), ("null", None), ("auto", None)]
+)
+def test_a_yes_or_no_that_yaml_reads_as_a_boolean_is_understood(tmp_path: Path, word: str, meaning: bool | None) -> None:
+    assert load_config(write(tmp_path, f"target: {{always_reasons: {word}}}")).target.must_reason is meaning
+
+
+def test_what_is_left_to_the_target_may_stand_as_null(tmp_path: Path) -> None:
+    path = write(tmp_path, "generation: {sampling: {temperature: null, top_p: null, top_k: null}}")
+    assert load_config(path) == RunConfig()
+
+
+def test_a_temperature_below_zero_is_refused_unless_it_means_the_targets(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"generation.sampling.temperature: .*-1 alone"):
+        load_config(write(tmp_path, "generation: {sampling: {temperature: -0.5}}"))

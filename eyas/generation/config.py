@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Any
+
+from pydantic import Field, ValidationInfo, field_validator
 
 from eyas.settings import Settings
 
 
 class SamplingConfig(Settings):
-    """Sampling parameters, always sent explicitly; unset values come from the target's generation_config.json."""
+    """Sampling parameters, always sent explicitly; what is left to the target comes from its generation_config.json."""
 
-    temperature: float | None = Field(
-        default=None, ge=0, le=5, description="Temperature; unset takes the target's recommendation, then 1.0."
+    temperature: float = Field(
+        default=-1.0, ge=-1, le=5, description="Temperature, 0 for greedy; -1 takes the target's recommendation, then 1.0."
     )
-    top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus; unset takes the target's, then 1.0.")
-    top_k: int | None = Field(default=None, ge=-1, description="Top-k, -1 for all; unset takes the target's, then -1.")
+    top_p: float = Field(default=0.0, ge=0, le=1, description="Nucleus; 0 takes the target's, then 1.0.")
+    top_k: int = Field(default=0, ge=-1, description="Top-k, -1 for all; 0 takes the target's, then -1.")
     min_p: float = Field(default=0.0, ge=0, le=1, description="Least probability relative to the most likely token.")
     repetition_penalty: float = Field(default=1.0, gt=0, le=2, description="1.0 leaves the distribution alone.")
     stop_token_ids: list[int] = Field(default_factory=list, description="Stop tokens; empty takes the target's end tokens.")
+
+    @field_validator("temperature", "top_p", "top_k", mode="before")
+    @classmethod
+    def _left_to_the_target(cls, value: Any, info: ValidationInfo) -> Any:
+        """Null is what earlier runs recorded for a value that is left to the target."""
+        return cls.model_fields[str(info.field_name)].default if value is None else value
+
+    @field_validator("temperature")
+    @classmethod
+    def _temperature_is_whole(cls, value: float) -> float:
+        if -1 < value < 0:
+            raise ValueError("a temperature is 0 or more; -1 alone takes the target's")
+        return value
 
 
 class GateConfig(Settings):

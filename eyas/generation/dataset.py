@@ -60,7 +60,7 @@ class DatasetRun:
             "max_new_tokens": [limits.get(name, 0), config.generation.max_new_tokens, config.generation.min_new_tokens_room],
             "context_length": spec.context_length,
             "reasoning": config.target.reasoning,
-            "always_reasons": config.target.always_reasons,
+            "always_reasons": config.target.must_reason,
             "target": spec.fingerprint,
             "tokenizer": spec.tokenizer_fingerprint,
         }

@@ -38,7 +38,7 @@ ADVICE = {
     "unclosed_reasoning": "raise max_new_tokens, or set target.reasoning to the target's real format",
     "no_reasoning": (
         "set target.reasoning to the target's real format, give target.chat_template_kwargs that turn thinking on, or state "
-        "target.always_reasons: false if this target may answer without reasoning"
+        "target.always_reasons: no if this target may answer without reasoning"
     ),
     "repetition": "raise temperature or repetition_penalty in generation.sampling, or accept it with generation.gates.repetition",
     "rejected": "read rejects.jsonl: its reasons say what the server or the prompts do wrong",

@@ -1,7 +1,7 @@
 """The sampling parameters of every request, resolved once and always sent explicitly.
 
 `/generate` ignores the model's generation_config.json (its defaults are temperature 1.0 and 128 tokens), so
-what is unset in our config comes from the target's recommendation here. A record's seed depends on the run's
+what our config leaves open comes from the target's recommendation here. A record's seed depends on the run's
 seed and its id alone: sampled again after a crash, it is sampled alike.
 """
 
@@ -20,10 +20,10 @@ def resolve_sampling(config: GenerationConfig, spec: TargetSpec) -> dict[str, An
     wanted, advised = config.sampling, spec.generation_defaults
     is_greedy = advised.get("do_sample") is False
     temperature = wanted.temperature
-    if temperature is None:
+    if temperature < 0:
         temperature = 0.0 if is_greedy else float(advised.get("temperature") or 1.0)
-    top_p = wanted.top_p if wanted.top_p is not None else float(advised.get("top_p") or 1.0)
-    top_k = wanted.top_k if wanted.top_k is not None else int(advised.get("top_k") or -1)
+    top_p = wanted.top_p or float(advised.get("top_p") or 1.0)
+    top_k = wanted.top_k or int(advised.get("top_k") or -1)
     return {
         "temperature": temperature,
         "top_p": top_p,

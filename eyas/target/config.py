@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from eyas.settings import Settings
 
@@ -24,10 +24,22 @@ class TargetConfig(Settings):
     reasoning: Literal["auto", "none", "deepseek-r1", "qwen3", "kimi-k2"] = Field(
         default="auto", description="Reasoning format of the target; auto finds it from the tokenizer."
     )
-    always_reasons: bool | None = Field(
-        default=None, description="True if every reply must hold reasoning; unset takes the format's own rule."
+    always_reasons: Literal["auto", "yes", "no"] = Field(
+        default="auto", description="Whether every reply must hold reasoning; auto takes the format's own rule."
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Extra arguments of the chat template, for instance enable_thinking."
     )
     context_length: int = Field(default=0, ge=0, description="Tokens per request; 0 takes the target's own config.")
+
+    @field_validator("always_reasons", mode="before")
+    @classmethod
+    def _yaml_words(cls, value: Any) -> Any:
+        """YAML reads a bare yes or no as true or false, and null is what earlier runs recorded for auto."""
+        words = {True: "yes", False: "no", None: "auto"}
+        return words[value] if value is None or isinstance(value, bool) else value
+
+    @property
+    def must_reason(self) -> bool | None:
+        """Whether every reply must hold reasoning; None leaves it to the format."""
+        return {"yes": True, "no": False}.get(self.always_reasons)

@@ -142,13 +142,13 @@ def find_reasoning_format(
         end_token_ids=frozenset(end_token_ids) or frozenset([tokenizer.eos_token_id]),
     )
     if name == "none":
-        if config.always_reasons:
+        if config.must_reason:
             raise ConfigError(
-                "target.always_reasons is true, but the target's reasoning format is none (no think tokens in its tokenizer and "
-                "template, or target.reasoning says so); set target.reasoning to its format, or always_reasons to false"
+                "target.always_reasons is yes, but the target's reasoning format is none (no think tokens in its tokenizer and "
+                "template, or target.reasoning says so); set target.reasoning to its format, or always_reasons to no"
             )
         return plain
-    always = not _prompt_closes_think(tokenizer, config) if config.always_reasons is None else config.always_reasons
+    always = not _prompt_closes_think(tokenizer, config) if config.must_reason is None else config.must_reason
     return replace(
         plain,
         open_ids=_encode(tokenizer, _OPEN),

@@ -120,13 +120,13 @@ def test_format_is_found_from_tokenizer_and_template(
 
 def test_config_overrides_what_was_found(make_renderer: MakeRenderer) -> None:
     assert make_renderer(KIMI, reasoning="none").reasoning.name == "none"
-    assert make_renderer(KIMI, always_reasons=False).reasoning.always_reasons is False
+    assert make_renderer(KIMI, always_reasons="no").reasoning.always_reasons is False
     assert make_renderer(CHATML, reasoning="deepseek-r1").reasoning.name == "deepseek-r1"
 
 
 def test_a_target_that_cannot_reason_is_not_said_to_always_reason(make_renderer: MakeRenderer) -> None:
     with pytest.raises(ConfigError, match="always_reasons"):
-        make_renderer(CHATML, always_reasons=True)
+        make_renderer(CHATML, always_reasons="yes")
 
 
 def test_markers_of_several_ids_split_where_the_tokenizer_has_no_single_one(make_renderer: MakeRenderer) -> None:
