@@ -2,6 +2,7 @@
 
     python benchmarks/prepare.py                # 100,000 rows of mixed shapes, and 88,088 of the reference shape
     python benchmarks/prepare.py --rows 5000    # a quick look
+    python benchmarks/prepare.py --gigabytes 1  # instead: one file of that size, for its memory
 
 Text is cut from Python's own documentation (English and code), so that a tokenizer works as it does on
 real prompts. The bare tokenizer encodes the same rendered prompts in batches and does nothing else, on as
@@ -31,6 +32,8 @@ from eyas.prompts.catalogue import REFERENCE_DATASETS
 from eyas.prompts.preparation import load_preparation
 from eyas.prompts.prepare import prepare
 from eyas.prompts.store import read_prompts
+from eyas.target.lightly import leave_torch_out
+from eyas.target.spec import load_target
 from eyas.workspace import RunFolder
 
 REFERENCE_CHARS = {"B1": 1_500, "B2": 1_200, "B3": 1_000, "B4": 800, "B5": 800, "B6": 1_500, "B7": 4_000, "B8": 40_000}
@@ -95,6 +98,18 @@ def mixed_row(text: Text, index: int) -> dict[str, Any]:
             return {"trajectory": [{"role": "system", "system_prompt": text.take(600)}, *steps]}
 
 
+def traces(text: Text, num_bytes: float) -> Iterator[dict[str, Any]]:
+    """Agent traces of about 50 kB with a 2 MB one in every thousand, `num_bytes` in all."""
+    num_written = index = 0
+    while num_written < num_bytes:
+        steps = [{"role": ("user", "ai")[turn % 2], "text": text.take(3_500)} for turn in range(15)]
+        if index % 1000 == 500:
+            steps[0]["text"] = text.take(2_000_000)
+        index += 1
+        num_written += sum(len(step["text"]) for step in steps)
+        yield {"trajectory": [{"role": "system", "system_prompt": text.take(600)}, *steps]}
+
+
 def write_rows(path: Path, rows: Iterator[dict[str, Any]]) -> float:
     """Write rows as JSON Lines; returns their size in MB."""
     with open(path, "w", encoding="utf-8") as file:
@@ -113,12 +128,14 @@ def measure(config: RunConfig, folder: Path) -> dict[str, Any]:
         text=True,
         env={**os.environ, "PYTHONPATH": os.getcwd()},
     ).stdout
-    return json.loads(output.splitlines()[-1])
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return result
 
 
 def run_child(folder: Path) -> None:
     """The measured process: load, then prepare."""
     config = RunConfig.model_validate_json((folder / "config.json").read_text())
+    leave_torch_out(load_target(config.target))  # as `eyas prepare` does
     load_preparation(config)
     run = RunFolder(folder / "run")
     start, start_cpu = time.perf_counter(), time.process_time()
@@ -200,6 +217,7 @@ def show_profile(config: RunConfig, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure phase 1.")
     parser.add_argument("--rows", type=int, default=100_000, help="rows of mixed shapes")
+    parser.add_argument("--gigabytes", type=float, default=0.0, help="size of one file of agent traces, measured alone")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -209,6 +227,10 @@ def main() -> None:
     try:
         print(f"{os.cpu_count()} cores; target SmolLM2-135M-Instruct's tokenizer")
         text = Text(0)
+        if arguments.gigabytes:
+            source_mb = write_rows(root / "traces.jsonl", traces(text, arguments.gigabytes * 1e9))
+            show("one file", source_mb, measure(_config({"traces": root / "traces.jsonl"}), root))
+            return
         mixed = root / "mixed"
         mixed.mkdir()
         source_mb = write_rows(mixed / "rows.jsonl", (mixed_row(text, index) for index in range(arguments.rows)))

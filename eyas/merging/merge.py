@@ -51,7 +51,7 @@ def merge(run: RunFolder, config: RunConfig, report: Report = silent) -> Manifes
     no usable record, `TooManyRejects` (after everything was written) above `merging.reject_limit`.
     """
     spec = load_target(config.target)
-    names = _dataset_names(config)
+    names = dataset_names(config)
     responses = {name: _finished_responses(run, name) for name in names}
     settings = config.merging.model_dump(include={"seed", "max_tokens", "mixture", "draft_vocab_size", "max_line_bytes"})
     forced = forced_tokens(spec, config)
@@ -267,7 +267,8 @@ def _mask(heads: Heads) -> npt.NDArray[np.int8]:
     return np.repeat(np.tile(np.array([0, 1], dtype=np.int8), len(heads)), runs)
 
 
-def _dataset_names(config: RunConfig) -> list[str]:
+def dataset_names(config: RunConfig) -> list[str]:
+    """Names of the datasets to merge; raises `ConfigError` where there is none or `merging.mixture` names another."""
     names = [dataset.name for dataset in config.prompts.datasets]
     if not names:
         raise ConfigError("prompts.datasets is empty: there is nothing to merge; name at least one dataset")

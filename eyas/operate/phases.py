@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
+from eyas.errors import ConfigError
+from eyas.manifest import MANIFEST_NAME
 from eyas.workspace import RunFolder
 
 Phase = Literal["prepare", "generate", "merge", "extract", "train", "bench"]
@@ -19,6 +22,16 @@ TITLES: dict[Phase, str] = {
     "bench": "Deploy and benchmark",
 }
 
+READS: dict[Phase, tuple[Phase, ...]] = {
+    "prepare": (),
+    "generate": ("prepare",),
+    "merge": ("generate",),
+    "extract": ("generate",),
+    "train": ("merge", "extract"),
+    "bench": ("prepare", "train"),
+}
+"""The phases whose output each phase reads."""
+
 _STAGES: dict[str, Phase] = {"benchmark": "bench", "export": "train", "draft": "train", "hidden": "extract", "prompts": "prepare"}
 
 
@@ -31,6 +44,27 @@ def phase_folders(run: RunFolder, phase: Phase, datasets: list[str]) -> list[Pat
     if phase == "train":
         return [run.draft, run.export]
     return [{"merge": run.merged, "extract": run.hidden, "bench": run.benchmark}[phase]]
+
+
+def require_earlier(run: RunFolder, phase: Phase, datasets: list[str], *, running: Sequence[Phase] = ()) -> None:
+    """Raise `ConfigError` naming the phase to run first where `phase` would find nothing to read.
+
+    Phases of `running` are made by the same command. What is there but damaged is the phase's own to refuse.
+    """
+    for earlier in READS[phase]:
+        if earlier not in running:
+            require_finished(run, earlier, phase_folders(run, earlier, datasets), for_what=f"phase {phase}")
+
+
+def require_finished(run: RunFolder, phase: Phase, folders: list[Path], *, for_what: str) -> None:
+    """Raise `ConfigError` unless each of `folders`, which `phase` makes, has its manifest."""
+    missing = [folder / MANIFEST_NAME for folder in folders if not (folder / MANIFEST_NAME).is_file()]
+    if missing:
+        more = f" (nor do {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise ConfigError(
+            f"{for_what} reads what phase {phase} makes, and {missing[0]} does not exist{more}; "
+            f"run `eyas {phase} --run {run.root}` first"
+        )
 
 
 def phase_of_stage(stage: str) -> Phase | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from eyas.config import RunConfig
 from eyas.errors import ConfigError
+from eyas.merging.config import MergingConfig
 from eyas.operate.forecast import Forecast, forecast, sizes_of
 from eyas.operate.hosts import check_server
 from eyas.operate.plan import check_disk, free_bytes
@@ -18,6 +19,8 @@ from eyas.operate.status import read_status
 from eyas.operate.volumes import volumes
 from eyas.target.spec import TargetSpec, load_target
 from eyas.workspace import RunFolder
+
+_TEMPLATE_ARGUMENTS = {"conversation", "tools", "add_generation_prompt", "tokenize", "return_dict", "continue_final_message"}
 
 
 def preflight(root: Path, config: RunConfig, *, api_key: str = "") -> Forecast:
@@ -29,6 +32,7 @@ def preflight(root: Path, config: RunConfig, *, api_key: str = "") -> Forecast:
     check_sources(config)
     spec = load_target(config.target)
     check_target(spec, config)
+    check_values(spec, config)
     RunFolder(root).create()
     if config.server.kind == "embedded":
         check_port(config.server.engine.port)
@@ -74,6 +78,53 @@ def check_sources(config: RunConfig) -> None:
             )
         if kind == "package":
             open_package_source(name, max_row_bytes=config.prompts.max_row_bytes)
+
+
+def check_values(spec: TargetSpec, config: RunConfig) -> None:
+    """What the config says of the target fits the target; raises `ConfigError` naming the key, its value and the range.
+
+    Each of these would otherwise fail, or spoil data, in a later phase.
+    """
+    from eyas.merging.merge import dataset_names
+    from eyas.merging.vocabulary import forced_tokens
+
+    longest = _longest_context(spec, config)
+    if config.target.context_length > longest:
+        raise ConfigError(
+            f"target.context_length is {config.target.context_length}, {spec.folder / 'config.json'} allows {longest} tokens; "
+            f"lower it, or set 0 to take the target's own"
+        )
+    strange = [token for token in config.generation.sampling.stop_token_ids if not 0 <= token < spec.vocab_size]
+    if strange:
+        raise ConfigError(
+            f"generation.sampling.stop_token_ids holds {strange[0]}, ids of target {spec.folder} are 0 to {spec.vocab_size - 1}; "
+            f"correct it, or leave the list empty to take the target's end tokens {spec.eos_token_ids}"
+        )
+    reserved = sorted(_TEMPLATE_ARGUMENTS & set(config.target.chat_template_kwargs))
+    if reserved:
+        raise ConfigError(
+            f"target.chat_template_kwargs sets {reserved[0]!r}, which Eyas sets itself for every prompt; "
+            "keep only arguments of the template's own, such as enable_thinking"
+        )
+    size, default = config.merging.draft_vocab_size, MergingConfig.model_fields["draft_vocab_size"].default
+    if size > spec.vocab_size and size != default:  # a small target under the default keeps its whole vocabulary
+        raise ConfigError(
+            f"merging.draft_vocab_size is {size}, the vocabulary of target {spec.folder} is {spec.vocab_size}; "
+            f"set it to at most {spec.vocab_size}"
+        )
+    if size < (num_forced := len(forced_tokens(spec, config))):
+        raise ConfigError(
+            f"merging.draft_vocab_size is {size}, the target's end, think and tool tokens alone are {num_forced}; "
+            "raise it: 8192 to 32768 is usual"
+        )
+    dataset_names(config)
+
+
+def _longest_context(spec: TargetSpec, config: RunConfig) -> int:
+    """Tokens that the target's own config allows, with a scaling of its positions that the config states apart."""
+    own = load_target(config.target.model_copy(update={"context_length": 0})).context_length
+    scaling = spec.rope["scaling"] or {}
+    return max(own, int(float(scaling.get("factor") or 1) * int(scaling.get("original_max_position_embeddings") or 0)))
 
 
 def check_target(spec: TargetSpec, config: RunConfig) -> None:

@@ -17,10 +17,11 @@ from eyas.config import RunConfig, apply_override, load_config, parse_config
 from eyas.errors import ConfigError
 from eyas.files import read_json, write_json
 from eyas.operate.keys import server_api_key
-from eyas.operate.phases import PHASES, Phase
+from eyas.operate.phases import PHASES, Phase, require_earlier, require_finished
 from eyas.workspace import RunFolder
 
 FLOW_GRACE_S = 30.0
+WITHOUT_TORCH = ("prepare", "generate")
 
 
 def run_verb(options: argparse.Namespace, api_key: str) -> int:
@@ -91,6 +92,7 @@ def export_verb(options: argparse.Namespace, api_key: str) -> int:
     if options.dry_run:
         return _dry_run(options.run, config)
     run = open_run(options.run, config)
+    require_finished(run, "train", [run.draft], for_what="eyas export")
     export_draft(run, config)
     print(f"draft: {run.export}")
     return 0
@@ -138,7 +140,9 @@ def adopt_verb(options: argparse.Namespace, api_key: str) -> int:
     from eyas.operate.pipeline import open_run
 
     config = read_config(options)
-    audit = adopt(open_run(options.run, config), config, options.dataset, options.files)
+    run = open_run(options.run, config)
+    require_finished(run, "prepare", [run.prompts(options.dataset)], for_what="eyas adopt")
+    audit = adopt(run, config, options.dataset, options.files)
     print("\n".join(audit.lines()))
     return 0 if audit.kept else 3
 
@@ -265,13 +269,19 @@ def _run_phases(options: argparse.Namespace, api_key: str, phases: Sequence[Phas
     from eyas.operate.preflight import preflight
     from eyas.operate.report import write_report
     from eyas.operate.terminal import terminal
+    from eyas.target.lightly import leave_torch_out
+    from eyas.target.spec import load_target
 
     config = read_config(options)
     key = server_api_key(config, api_key)
     if options.dry_run:
         return _dry_run(options.run, config)
+    if set(phases) <= set(WITHOUT_TORCH) and config.hidden.source != "transformers":  # which preflight asks torch about
+        leave_torch_out(load_target(config.target))
     preflight(options.run, config, api_key=key)
     run = open_run(options.run, config)
+    for phase in phases:
+        require_earlier(run, phase, [dataset.name for dataset in config.prompts.datasets], running=phases)
     _log_to(run, verbose=options.verbose)
     with terminal() as screen:
         run_pipeline(run, config, phases=phases, report=screen.report, api_key=key, say=screen.say, ask=ask_on_terminal)
@@ -282,7 +292,7 @@ def _run_phases(options: argparse.Namespace, api_key: str, phases: Sequence[Phas
 
 def _dry_run(root: Path, config: RunConfig) -> int:
     from eyas.operate.plan import check_disk, free_bytes
-    from eyas.operate.preflight import check_files, check_sources, check_target, outlook_of
+    from eyas.operate.preflight import check_files, check_sources, check_target, check_values, outlook_of
     from eyas.operate.screen import render_outlook
     from eyas.target.spec import load_target
 
@@ -290,6 +300,7 @@ def _dry_run(root: Path, config: RunConfig) -> int:
     check_sources(config)
     spec = load_target(config.target)
     check_target(spec, config)
+    check_values(spec, config)
     outlook, free = outlook_of(root, config, spec), free_bytes(root)
     Console(highlight=False).print(render_outlook(outlook, free))
     check_disk(outlook, config, free, str(root))

@@ -11,14 +11,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from eyas.errors import RecordError
 from eyas.target.config import TargetConfig
 from eyas.target.reasoning import ReasoningFormat, find_reasoning_format
 from eyas.target.spec import TargetSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
 

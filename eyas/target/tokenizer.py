@@ -8,17 +8,20 @@ other ids without a word.
 from __future__ import annotations
 
 from pathlib import Path
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.dynamic_module_utils import get_relative_import_files
+from typing import TYPE_CHECKING
 
 from eyas.errors import ConfigError
 from eyas.files import digest_file, read_json
 from eyas.target.spec import TargetSpec, check_remote_code
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
     """The tokenizer of `spec.folder`; raises `ConfigError` if it cannot be loaded, runs code not permitted, or cannot chat."""
+    from transformers import AutoTokenizer
+
     module = _remote_module(spec.folder)
     if module is not None:
         _require_permission(module, spec)
@@ -51,6 +54,8 @@ def _remote_module(folder: Path) -> Path | None:
 
 
 def _require_permission(module: Path, spec: TargetSpec) -> None:
+    from transformers.dynamic_module_utils import get_relative_import_files
+
     if not module.is_file():
         raise ConfigError(f"the tokenizer of target {spec.folder} needs {module.name}, which is missing; fetch the folder again")
     check_remote_code(spec.folder, spec.remote_code_sha256)

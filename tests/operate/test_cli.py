@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from eyas.operate import cli, verbs
 from eyas.operate.children import is_alive
 from eyas.operate.keys import server_api_key
 from eyas.workspace import RunFolder
+from tests.target.tiny_target import write_target
 
 VERBS = [
     "adopt",
@@ -143,3 +145,11 @@ def test_interrupt_ends_children_and_says_how_to_go_on(config_file: object, tmp_
     assert f"To continue: eyas prepare --config {words[2]} --run {run}" in err
     assert "Traceback" not in err
     assert not is_alive(int(note.read_text()))
+
+
+def test_making_prompts_for_foreign_servers_loads_no_torch(config_file: Callable[..., Path], tmp_path: Path) -> None:
+    program = "import sys; from eyas.operate import cli; code = cli.main(sys.argv[1:]); print(code, 'torch._C' in sys.modules)"
+    config = config_file(target={"model": str(write_target(tmp_path / "chat"))}, hidden__source="sglang")
+    words = ["prepare", "--config", str(config), "--run", str(tmp_path / "run")]
+    result = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "0 False", result.stderr

@@ -14,8 +14,12 @@ from typing import Any
 
 import pytest
 
+from eyas.errors import ConfigError
 from eyas.files import read_json, write_json
 from eyas.operate import cli, preflight
+from eyas.operate.phases import PHASES, require_earlier
+from eyas.workspace import RunFolder
+from tests.operate.conftest import DATASETS
 
 Write = Callable[..., Path]
 
@@ -165,3 +169,71 @@ def test_what_is_right_passes(config_file: Write, tmp_path: Path, capsys: pytest
     out = capsys.readouterr().out
     assert "in all: time" in out
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "wanted"),
+    [
+        ("generation.sampling.stop_token_ids=[64]", "stop_token_ids holds 64, ids of target"),
+        ("generation.sampling.stop_token_ids=[1, -2]", "stop_token_ids holds -2, ids of target"),
+        ("merging.draft_vocab_size=65", "draft_vocab_size is 65, the vocabulary of target"),
+        ("target.context_length=513", "context_length is 513, "),
+        ("target.chat_template_kwargs={tokenize: true}", "chat_template_kwargs sets 'tokenize'"),
+        ("merging.mixture={B9: 2.0}", "mixture names B9"),
+    ],
+)
+def test_values_outside_of_the_targets_range(setting: str, wanted: str, config_file: Write, refused: Callable[..., str]) -> None:
+    assert wanted in refused(config_file(), "--set", setting)
+
+
+def test_a_draft_vocabulary_without_room_for_the_end_tokens(config_file: Write, refused: Callable[..., str]) -> None:
+    line = refused(
+        config_file(), "--set", "merging.draft_vocab_size=8", "--set", f"generation.sampling.stop_token_ids={[*range(3, 12)]}"
+    )
+    assert "tokens alone are 10" in line
+
+
+@pytest.mark.parametrize(
+    ("scaling", "passes"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, True),
+        ({"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 8}, False),
+    ],
+)
+def test_a_stated_scaling_of_positions_allows_a_longer_context(
+    scaling: dict[str, Any], passes: bool, config_file: Write, target_folder: Path, tmp_path: Path
+) -> None:
+    raw = read_json(target_folder / "config.json")
+    write_json(target_folder / "config.json", raw | {"rope_scaling": scaling})
+    words = ["--config", str(config_file()), "--set", "target.context_length=2048", "--run", str(tmp_path / "run")]
+    assert cli.main(["run", "--dry-run", *words]) == (0 if passes else 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        (["generate"], "prepare"),
+        (["merge"], "generate"),
+        (["extract"], "generate"),
+        (["train"], "merge"),
+        (["export"], "train"),
+        (["bench"], "prepare"),
+        (["adopt", "--dataset", "B1_calls", "rows.jsonl"], "prepare"),
+    ],
+)
+def test_a_phase_run_too_early_names_the_one_to_run_first(
+    words: list[str], first: str, config_file: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb, *rest = words
+    assert cli.main([verb, "--config", str(config_file()), "--run", str(tmp_path / "run"), *rest]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"run `eyas {first} --run {tmp_path / 'run'}` first" in line
+
+
+def test_a_phase_may_follow_what_is_finished(finished_run: RunFolder) -> None:
+    for phase in PHASES:
+        require_earlier(finished_run, phase, list(DATASETS))
+    (finished_run.hidden / "manifest.json").unlink()
+    require_earlier(finished_run, "train", list(DATASETS), running=["extract", "train"])
+    with pytest.raises(ConfigError, match="run `eyas extract"):
+        require_earlier(finished_run, "train", list(DATASETS))
