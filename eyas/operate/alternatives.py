@@ -16,7 +16,7 @@ SUBSETS = (0.5, 0.25)
 def alternatives(
     config: RunConfig, sizes: TargetSizes, counted: Volumes, statuses: dict[Phase, PhaseStatus]
 ) -> list[dict[str, Any]]:
-    """All prompts, subsets, a lower cap, more servers: prompts, reply tokens, hours (None: unknown), GPU-hours and disk of each."""
+    """All prompts, subsets, a lower cap, more servers: what each holds and costs in hours, GPU-hours and disk; None: unknown."""
     base = forecast(config, sizes, counted, statuses)
     rows = [_row("all prompts, as configured", "", counted, base, config)]
     for share in SUBSETS:
@@ -81,9 +81,9 @@ def _row(name: str, setting: str, account: Volumes, outlook: Forecast, config: R
     return {
         "name": name,
         "set": setting,
-        "prompts": account.num_prompts,
-        "tokens": account.response_tokens,
+        "prompts": account.num_prompts if account.is_known else None,
+        "tokens": account.response_tokens if account.is_known else None,
         "hours": outlook.hours,
         "gpu_hours": outlook.hours * num_gpus if outlook.hours is not None and num_gpus else None,
-        "disk_bytes": outlook.disk_bytes_to_write,
+        "disk_bytes": outlook.disk_bytes_to_write if outlook.is_known else None,
     }

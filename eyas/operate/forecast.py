@@ -61,9 +61,13 @@ class TargetSizes(BaseModel):
 
 
 class PhaseForecast(BaseModel):
-    """What is left to do in one phase; `hours` is None where nobody can know yet."""
+    """What is left to do in one phase; `hours` is None where nobody can know yet.
+
+    Without `is_known` the numbers are lower bounds: a dataset's number of prompts is not known before phase 1.
+    """
 
     phase: Phase
+    is_known: bool = True
     records: int
     tokens: int
     disk_bytes: int
@@ -73,9 +77,10 @@ class PhaseForecast(BaseModel):
 
 
 class Forecast(BaseModel):
-    """All phases, and the disk that what is left of them needs."""
+    """All phases, and the disk that what is left of them needs; lower bounds without `is_known`."""
 
     phases: list[PhaseForecast]
+    is_known: bool = True
     hours: float | None
     disk_bytes_to_write: int
     disk_bytes_at_most: int
@@ -95,6 +100,7 @@ def forecast(config: RunConfig, sizes: TargetSizes, counted: Volumes, statuses: 
     hours = [item.hours for item in phases]
     return Forecast(
         phases=phases,
+        is_known=all(item.is_known for item in phases),
         hours=None if None in hours else sum(value for value in hours if value is not None),
         disk_bytes_to_write=sum(item.disk_bytes for item in phases),
         disk_bytes_at_most=sum(item.disk_bytes_at_most for item in phases),
@@ -151,8 +157,12 @@ def whole_phase(phase: Phase, config: RunConfig, sizes: TargetSizes, counted: Vo
         hours = passes * tokens * 2 * sizes.num_parameters / CORE_SINGLE_FLOPS / cores / 3600
         if config.server.kind == "sglang":
             hours, basis = None, "unknown before the first replies"
+    is_known = counted.is_known or phase == "bench"  # which has prompts of its own
+    if not is_known:
+        hours, basis = None, "unknown before phase 1: a dataset has no quota"
     return PhaseForecast(
         phase=phase,
+        is_known=is_known,
         records=records,
         tokens=tokens,
         disk_bytes=round(disk),
@@ -165,7 +175,7 @@ def whole_phase(phase: Phase, config: RunConfig, sizes: TargetSizes, counted: Vo
 def _rest(item: PhaseForecast, status: PhaseStatus) -> PhaseForecast:
     """What is left of a phase that has begun: nothing once done, otherwise by its own share and rate."""
     if status.state == "done":
-        update: dict[str, Any] = {"disk_bytes": 0, "disk_bytes_at_most": 0, "hours": 0.0, "basis": "done"}
+        update: dict[str, Any] = {"is_known": True, "disk_bytes": 0, "disk_bytes_at_most": 0, "hours": 0.0, "basis": "done"}
         return item.model_copy(update=update)
     total, pending = status.counts.get("in", 0), status.counts.get("pending", 0)
     share = pending / total if total else 1.0

@@ -146,8 +146,7 @@ def render_plan(plan: dict[str, Any]) -> str:
     lines = [
         f"# Plan of {plan['name']}: {plan['state']}, {hours} left",
         "",
-        f"{plan['at']}. Still to be written: {size(outlook['disk_bytes_to_write'])} "
-        f"(at most {size(outlook['disk_bytes_at_most'])}), free: {size(outlook['disk_free_bytes'])}. "
+        f"{plan['at']}. Still to be written: {_written(outlook)}, free: {size(outlook['disk_free_bytes'])}. "
         f"Tokens: {outlook['volumes_basis'] or 'no dataset'}.",
         "",
         "| priority | phase | state | in | done | rejected | pending | left | disk left | rests on |",
@@ -156,13 +155,14 @@ def render_plan(plan: dict[str, Any]) -> str:
     for row in plan["phases"]:
         counts = [f"{row['counts'][key]:,}" if row["counts"] else "" for key in ("in", "done", "rejected", "pending")]
         left = row["forecast"]["hours"]
+        disk = size(row["forecast"]["disk_bytes"]) if row["forecast"]["disk_bytes"] else ""
         cells = [
             str(row["priority"]) if row["priority"] else "",
             row["title"],
             row["state"],
             *counts,
             "?" if left is None else duration(left * 3600) if left else "",
-            size(row["forecast"]["disk_bytes"]) if row["forecast"]["disk_bytes"] else "",
+            disk if row["forecast"]["is_known"] else "?",
             row["forecast"]["basis"],
         ]
         lines.append("| " + " | ".join(cells) + " |")
@@ -179,17 +179,23 @@ def render_plan(plan: dict[str, Any]) -> str:
             cells = [
                 row["name"],
                 f"`{row['set']}`" if row["set"] else "",
-                f"{row['prompts']:,}",
-                f"{row['tokens']:,}",
-                "?" if row["hours"] is None else duration(row["hours"] * 3600),
+                "unknown" if row["prompts"] is None else f"{row['prompts']:,}",
+                "unknown" if row["tokens"] is None else f"{row['tokens']:,}",
+                "unknown" if row["hours"] is None else duration(row["hours"] * 3600),
                 "" if row["gpu_hours"] is None else f"{row['gpu_hours']:,.1f}",
-                size(row["disk_bytes"]),
+                "unknown" if row["disk_bytes"] is None else size(row["disk_bytes"]),
             ]
             lines.append("| " + " | ".join(cells) + " |")
     if plan["decisions"]:
         lines += ["", "## Decisions", ""]
         lines += [f"- {item['at']} {item['who']}: **{item['what']}** ({item['why']})" for item in plan["decisions"]]
     return "\n".join(lines) + "\n"
+
+
+def _written(outlook: dict[str, Any]) -> str:
+    if not outlook["is_known"]:
+        return f"unknown, at least {size(outlook['disk_bytes_to_write'])}"
+    return f"{size(outlook['disk_bytes_to_write'])} (at most {size(outlook['disk_bytes_at_most'])})"
 
 
 def _phase_row(status: PhaseStatus, item: PhaseForecast, priority: int) -> dict[str, Any]:

@@ -69,20 +69,18 @@ def render_outlook(outlook: Forecast, free_bytes: int) -> RenderableType:
     for name in ("phase", "records", "tokens", "disk", "at most", "time", "rests on"):
         table.add_column(name, justify="left" if name in ("phase", "rests on") else "right", no_wrap=name != "rests on")
     for item in outlook.phases:
+        amounts = [f"{item.records:,}", f"{item.tokens:,}", size(item.disk_bytes), size(item.disk_bytes_at_most)]
         table.add_row(
             TITLES[item.phase],
-            f"{item.records:,}",
-            f"{item.tokens:,}",
-            size(item.disk_bytes),
-            size(item.disk_bytes_at_most),
+            *(amounts if item.is_known else ["?"] * len(amounts)),
             "?" if item.hours is None else duration(item.hours * 3600),
             item.basis,
         )
     hours = "unknown: some phase was never measured" if outlook.hours is None else duration(outlook.hours * 3600)
-    summary = (
-        f"in all: time {hours}; disk {size(outlook.disk_bytes_to_write)}, "
-        f"at most {size(outlook.disk_bytes_at_most)}, of {size(free_bytes)} free"
-    )
+    disk = f"{size(outlook.disk_bytes_to_write)}, at most {size(outlook.disk_bytes_at_most)}"
+    if not outlook.is_known:
+        disk = f"at least {size(outlook.disk_bytes_to_write)}, unknown before phase 1 has counted the prompts"
+    summary = f"in all: time {hours}; disk {disk}, of {size(free_bytes)} free"
     return Group(table, Text(summary, style="bold"), Text(f"tokens: {outlook.volumes_basis}", style="dim"))
 
 

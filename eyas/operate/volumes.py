@@ -34,6 +34,8 @@ class DatasetVolume(BaseModel):
     cap_tokens: int
     done_records: int = 0
     is_counted: bool = False
+    is_known: bool = True
+    """False before phase 1 where no quota says how many prompts there will be; all numbers are then lower bounds."""
     basis: str
 
 
@@ -43,6 +45,11 @@ class Volumes(BaseModel):
     datasets: list[DatasetVolume]
     merged_tokens: int
     train_share: float
+
+    @property
+    def is_known(self) -> bool:
+        """True if the number of prompts of every dataset is known."""
+        return all(dataset.is_known for dataset in self.datasets)
 
     @property
     def num_prompts(self) -> int:
@@ -113,7 +120,8 @@ def _dataset(run: RunFolder, config: RunConfig, dataset: DatasetConfig, progress
     else:
         mean = float(min(cap, ASSUMED_RESPONSE_TOKENS))
         basis = f"assumed: {ASSUMED_RESPONSE_TOKENS:,} tokens a reply, or the cap where it is lower"
-    if not prompts and not dataset.quota:
+    is_known = bool(prompts or dataset.quota)
+    if not is_known:
         basis = f"{dataset.name} has no quota: unknown before phase 1"
     wanted = responses.counts.done if responses and responses.is_complete else num_prompts
     return DatasetVolume(
@@ -124,6 +132,7 @@ def _dataset(run: RunFolder, config: RunConfig, dataset: DatasetConfig, progress
         cap_tokens=num_prompts * cap,
         done_records=responses.counts.done if responses else replies,
         is_counted=bool(responses and responses.is_complete),
+        is_known=is_known,
         basis=basis,
     )
 

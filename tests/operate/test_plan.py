@@ -13,11 +13,12 @@ from eyas.files import read_json
 from eyas.operate.alternatives import alternatives
 from eyas.operate.decision import Declined, decide
 from eyas.operate.forecast import TargetSizes, forecast
-from eyas.operate.plan import PlanKeeper, check_disk
+from eyas.operate.plan import PlanKeeper, check_disk, render_plan
 from eyas.operate.status import read_status
 from eyas.operate.volumes import volumes
 from eyas.progress import Progress, recorder
 from eyas.workspace import RunFolder
+from tests.operate.conftest import DATASETS, write_prompts
 
 SIZES = TargetSizes(
     architecture="LlamaForCausalLM",
@@ -92,6 +93,20 @@ def test_alternatives_cost_in_proportion(run: RunFolder, config: RunConfig) -> N
     assert 0.45 * whole["hours"] < half["hours"] < whole["hours"]
     assert half["disk_bytes"] < whole["disk_bytes"]
     assert rows["replies capped at half"]["tokens"] == 5_000
+
+
+def test_without_quotas_nothing_is_known_before_phase_1(run: RunFolder, config_file: Callable[..., Path]) -> None:
+    config = load_config(config_file(), ["prompts.datasets.1.quota=0"])
+    plan = PlanKeeper(run, config).refresh()
+    for row in plan["alternatives"]:
+        assert [row[key] for key in ("prompts", "tokens", "hours", "disk_bytes")] == [None] * 4
+    text = render_plan(plan)
+    assert "| all prompts, as configured |  | unknown | unknown | unknown |  | unknown |" in text
+    assert "Still to be written: unknown, at least" in text
+    outlook = forecast(config, SIZES, volumes(run, config))
+    assert [item.is_known for item in outlook.phases] == [False] * 5 + [True]
+    write_prompts(run, DATASETS[1], [4, 5])
+    assert "unknown" not in render_plan(PlanKeeper(run, config).refresh())
 
 
 def test_too_small_a_disk_is_refused_with_numbers(run: RunFolder, config: RunConfig) -> None:
