@@ -28,7 +28,7 @@ from eyas.prompts.preparation import Preparation
 from eyas.prompts.sources import Source
 from eyas.target.rendering import Renderer
 
-VERSION = 1
+VERSION = 2
 STAGE = "candidates"
 FILE_NAME = "candidates.arrow"
 REJECTS_NAME = "rejects.jsonl"
@@ -57,7 +57,9 @@ _REPORT_ROWS = 2_000
 def candidates_fingerprint(preparation: Preparation, dataset: DatasetConfig, source: Source, benchmarks: dict[str, str]) -> str:
     """Digest of all that changes the candidates' bytes; quotas, seeds and shares do not."""
     wanted = dataset.model_dump(include={"name", "converter", "fields", "max_rows", "tools", "every_turn"})
-    rules = preparation.config.model_dump(include={"same_role_turns", "contamination_ngram", "languages", "max_row_bytes"})
+    rules = preparation.config.model_dump(
+        include={"same_role_turns", "control_tokens", "contamination_ngram", "languages", "max_row_bytes"}
+    )
     return fingerprint(
         STAGE,
         VERSION,

@@ -50,6 +50,10 @@ class PromptsConfig(Settings):
     same_role_turns: Literal["merge", "reject"] = Field(
         default="merge", description="What becomes of consecutive turns of one role."
     )
+    control_tokens: Literal["reject", "keep"] = Field(
+        default="reject",
+        description="What becomes of a prompt whose own text spells a control token of the target (such as <|im_end|>).",
+    )
     near_duplicates: bool = Field(default=True, description="True removes near-duplicates by MinHash, across datasets.")
     near_duplicate_threshold: float = Field(
         default=0.8, gt=0, le=1, description="Jaccard similarity from which two prompts are duplicates."

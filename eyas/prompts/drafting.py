@@ -100,7 +100,7 @@ def _prompts_of(
         "where": row.where,
     }
     for turn, cut in enumerate(cuts):
-        yield _draft(conversation, cut, turn if dataset.every_turn else 0, shared, preparation, dataset.name)
+        yield _draft(conversation, cut, turn if dataset.every_turn else 0, shared, preparation, dataset.name, account)
 
 
 def _for_template(
@@ -123,7 +123,13 @@ def _for_template(
 
 
 def _draft(
-    conversation: Conversation, cut: int, turn: int, shared: dict[str, Any], preparation: Preparation, dataset: str
+    conversation: Conversation,
+    cut: int,
+    turn: int,
+    shared: dict[str, Any],
+    preparation: Preparation,
+    dataset: str,
+    account: Account,
 ) -> Draft:
     messages = conversation.messages[:cut]
     messages_text = dump(messages)
@@ -134,6 +140,7 @@ def _draft(
         "messages": messages_text,
     }
     try:
+        _check_control_tokens(messages_text, shared["tools"], preparation, account)
         text = preparation.renderer.render_text(messages, conversation.tools)
         if len(text) > preparation.max_prompt_tokens * _MAX_CHARS_PER_TOKEN:
             limit = preparation.max_prompt_tokens
@@ -141,3 +148,16 @@ def _draft(
     except RecordError as error:
         return Draft(where=shared["where"], columns=columns, problem=error)
     return Draft(where=shared["where"], columns=columns, text=text)
+
+
+def _check_control_tokens(messages: str, tools: str, preparation: Preparation, account: Account) -> None:
+    """Text that spells a control token becomes that token, here and on the server: a turn would end where none does."""
+    token = preparation.renderer.control_token_in(messages) or preparation.renderer.control_token_in(tools)
+    if not token:
+        return
+    if preparation.config.control_tokens == "reject":
+        raise RecordError(
+            "control_token",
+            f"the text spells {token}, which the target reads as a control token (prompts.control_tokens is reject)",
+        )
+    account.repairs["control_tokens_kept"] += 1

@@ -6,6 +6,7 @@ source is held in memory, nothing of a package is imported.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,9 +50,9 @@ def _file_source(dataset: str, path: Path, max_row_bytes: int) -> Source:
         found = sorted(item for item in path.rglob("*") if item.is_file())
         hidden = [any(part.startswith(".") for part in item.relative_to(path).parts) for item in found]
         files = [item for item, is_hidden in zip(found, hidden, strict=True) if is_readable(item) and not is_hidden]
-        names = [item.relative_to(path).as_posix() for item in files]
+        names = [_as_text(item.relative_to(path)) for item in files]
     else:
-        files, names = [path], [path.name]
+        files, names = [path], [_as_text(Path(path.name))]
     if not files or not all(item.is_file() and is_readable(item) for item in files):
         raise ConfigError(
             f"dataset {dataset}: {path} is no file or folder of JSONL, JSON, Parquet or CSV "
@@ -64,6 +65,11 @@ def _file_source(dataset: str, path: Path, max_row_bytes: int) -> Source:
 
     digests = {name: digest_file(item) for item, name in zip(files, names, strict=True)}
     return Source(identity={"kind": "file", "files": digests}, rows=rows)
+
+
+def _as_text(path: Path) -> str:
+    """A path as text that UTF-8 can hold, other for every path: bytes that are no UTF-8 are written as \\xNN."""
+    return os.fsencode(path.as_posix()).decode("utf-8", "backslashreplace")
 
 
 def _hub_source(dataset: DatasetConfig, name: str) -> Source:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Ids = tuple[int, ...]
 Span = tuple[int, int]
 
-_OPEN, _CLOSE = "<think>", "</think>"
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 _TOOL_SECTIONS = (
     ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
@@ -152,15 +152,15 @@ def find_reasoning_format(
     always = not _prompt_closes_think(tokenizer, config) if config.must_reason is None else config.must_reason
     return replace(
         plain,
-        open_ids=_encode(tokenizer, _OPEN),
-        close_ids=_encode(tokenizer, _CLOSE),
+        open_ids=_encode(tokenizer, THINK_OPEN),
+        close_ids=_encode(tokenizer, THINK_CLOSE),
         tool_section_closes=name == "kimi-k2",
         always_reasons=always,
     )
 
 
 def _recognise(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
-    if any(_token_id(tokenizer, tag) is None for tag in (_OPEN, _CLOSE)) or "think" not in template:
+    if any(_token_id(tokenizer, tag) is None for tag in (THINK_OPEN, THINK_CLOSE)) or "think" not in template:
         return "none"
     if _token_id(tokenizer, _TOOL_SECTIONS[0][0]) is not None:
         return "kimi-k2"
@@ -173,7 +173,7 @@ def _prompt_closes_think(tokenizer: PreTrainedTokenizerBase, config: TargetConfi
     options: dict[str, Any] = {"tokenize": False, **config.chat_template_kwargs}
     with_prompt = str(tokenizer.apply_chat_template(conversation, add_generation_prompt=True, **options))
     without = str(tokenizer.apply_chat_template(conversation, add_generation_prompt=False, **options))
-    return _CLOSE in with_prompt.removeprefix(without)
+    return THINK_CLOSE in with_prompt.removeprefix(without)
 
 
 def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:

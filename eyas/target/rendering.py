@@ -9,19 +9,24 @@ Encoding in batches lets a fast tokenizer use every core with the interpreter lo
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from eyas.errors import RecordError
 from eyas.target.config import TargetConfig
-from eyas.target.reasoning import ReasoningFormat, find_reasoning_format
+from eyas.target.reasoning import THINK_CLOSE, THINK_OPEN, ReasoningFormat, find_reasoning_format
 from eyas.target.spec import TargetSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
+
+_WRITTEN_TAGS = {"", THINK_OPEN, THINK_CLOSE, "<tool_call>", "</tool_call>"}
+"""Tags that templates read in an assistant's turn, that stand for tools written as text, and that people write about.
+They neither open nor end a turn; most tokenizers do not call them special."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,7 @@ class Renderer:
         self.tokenizer = tokenizer
         self.template_kwargs = dict(config.chat_template_kwargs)
         self.reasoning: ReasoningFormat = find_reasoning_format(tokenizer, config, end_token_ids=spec.eos_token_ids)
+        self._control = _control_pattern(tokenizer)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
             self._backend.no_truncation()
@@ -67,6 +73,11 @@ class Renderer:
             raise RecordError("template_refused", f"the chat template gave a {type(text).__name__}, wanted text")
         return text
 
+    def control_token_in(self, text: str) -> str:
+        """The first control token that `text` spells, or "": encoded, it would be that token and end or open a turn."""
+        found = self._control.search(text)
+        return found.group() if found else ""
+
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Ids of rendered texts, no special token added."""
         if self._backend is not None:
@@ -76,6 +87,14 @@ class Renderer:
     def finish(self, input_ids: list[int]) -> Rendered:
         """Wrap ids of one rendered prompt."""
         return Rendered(input_ids=input_ids, opens_think=self.reasoning.is_open_at_end(input_ids))
+
+
+def _control_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Finds the tokenizer's special tokens, but for the tags that may be written: see `_WRITTEN_TAGS`."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    tokens = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+    longest_first = sorted(tokens - _WRITTEN_TAGS, key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def template_message(message: Message) -> Message:

@@ -208,6 +208,7 @@ def _fingerprint(tmp_path: Path, name: str, config: Any) -> str:
         ({}, {"heldout_share": 0.3}, True),
         ({}, {"max_prompt_tokens": 100}, True),
         ({}, {"same_role_turns": "reject"}, True),
+        ({}, {"control_tokens": "keep"}, True),
         ({}, {"decontaminate_against": ["BENCH"]}, True),
     ],
 )
