@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from prefect.blocks.core import Block
 from pydantic import Field
@@ -16,18 +16,8 @@ AlertEvent = Literal[
     "run failed",
     "run finished",
     "decision wanted",
+    "rehearsal failed",
 ]
-
-_DEFAULT: tuple[AlertEvent, ...] = (
-    "run stalled",
-    "gate breached",
-    "disk low",
-    "server down",
-    "zombie run",
-    "run failed",
-    "run finished",
-    "decision wanted",
-)
 
 
 class Alert(Block):
@@ -39,4 +29,4 @@ class Alert(Block):
     _code_example = 'Alert(to=["slack-webhook/ops"], events=["run failed", "gate breached"]).save("ops")'
 
     to: list[str] = Field(min_length=1, description="Blocks that deliver, as type/name: slack-webhook/ops, webhook/pager.")
-    events: list[AlertEvent] = Field(default=list(_DEFAULT), description="Events that are sent.")
+    events: list[AlertEvent] = Field(default=list(get_args(AlertEvent)), description="Events that are sent.")

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefect import unmapped
 from pydantic import SecretStr
 
 from eyas.config import RunConfig, apply_override, parse_config
@@ -29,11 +28,12 @@ from eyas.operate.plan import PlanKeeper
 from eyas.progress import recorder
 from eyas.workspace import RunFolder
 from tasks.benchmark import benchmark_draft
-from tasks.caching import Results, finished, kept_in, run_standing, run_task, stands
+from tasks.caching import Results, kept_in, run_standing, run_task, stands
 from tasks.extract import extract_shard, finish_extraction
 from tasks.generate import generate_dataset, shared_session
 from tasks.merge import merge_responses
 from tasks.prepare import prepare_candidates, select_prompts
+from tasks.spread import Spread, all_of
 from tasks.train import export_draft, train_draft
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class Job:
     config: RunConfig
     keeper: PlanKeeper
     results: Results
+    spread: Spread
     api_key: str = field(default="", repr=False)
 
     @property
@@ -91,9 +92,8 @@ class Job:
 async def prepare_phase(job: Job) -> Manifests:
     """Phase 1: candidates per dataset side by side, then one selection."""
     with job.phase("prepare"):
-        shared: dict[str, Any] = {name: unmapped(value) for name, value in job.shared.items()}
-        futures = kept_in(job.results, prepare_candidates).map(dataset=job.datasets, **shared)
-        paths: list[Path] = await all_of([finished(future) for future in futures])
+        task = kept_in(job.results, prepare_candidates)
+        paths: list[Path] = await all_of([job.spread.run(task, dataset=name, **job.shared) for name in job.datasets])
         inputs = {name: digest_path(path) for name, path in zip(job.datasets, paths, strict=True)}
         for again in (False, True):
             manifests: Manifests = await run_task(kept_in(job.results, select_prompts, again=again), inputs=inputs, **job.shared)
@@ -102,23 +102,21 @@ async def prepare_phase(job: Job) -> Manifests:
         return manifests
 
 
-async def generate_phase(job: Job, prompts: Manifests) -> Manifests:
-    """Phase 2: all datasets together on this event loop, through one session."""
+async def generate_phase(
+    job: Job, prompts: Manifests, on_dataset: Callable[[str, Manifest], None] = lambda name, manifest: None
+) -> Manifests:
+    """Phase 2: all datasets together on this event loop, through one session; `on_dataset` hears of each that is complete."""
+
+    async def one(name: str) -> Manifest:
+        inputs = {"prompts": prompts[name].digest()}
+        folder = job.run.responses(name)
+        manifest = await run_standing(job.results, generate_dataset, folder, dataset=name, inputs=inputs, **job.shared)
+        on_dataset(name, manifest)
+        return manifest
+
     with job.phase("generate"):
         async with shared_session(lambda: _session(job)):
-            manifests = await all_of(
-                [
-                    run_standing(
-                        job.results,
-                        generate_dataset,
-                        job.run.responses(name),
-                        dataset=name,
-                        inputs={"prompts": prompts[name].digest()},
-                        **job.shared,
-                    )
-                    for name in job.datasets
-                ]
-            )
+            manifests = await all_of([one(name) for name in job.datasets])
         return dict(zip(job.datasets, manifests, strict=True))
 
 
@@ -131,23 +129,25 @@ async def merge_phase(job: Job, responses: Manifests) -> Manifest:
 async def extract_phase(job: Job, responses: Manifests, merged: Manifest) -> Manifest:
     """Phase 4: one task per shard, then the index. If the store no longer stands, every shard is looked at again."""
     with job.phase("extract"):
-        from eyas.hidden.extract import plan_shards
-
-        inputs = digests({**responses, "merged": merged})
         for again in (False, True):
-            async with serving(job, "extract"):
-                plans = [
-                    (f"{name} {number}", plan)
-                    for name in job.datasets
-                    for number, plan in enumerate(await asyncio.to_thread(plan_shards, job.run, job.config, name))
-                ]
-                task = kept_in(job.results, extract_shard, again=again)
-                for piece, plan in plans:
-                    await run_task(task, plan=plan, piece=piece, inputs=inputs, **job.shared)
-            manifest: Manifest = await run_task(kept_in(job.results, finish_extraction, again=again), inputs=inputs, **job.shared)
+            async with _states(job):
+                await job.spread.each([extract_dataset(job, name, responses[name], again=again) for name in job.datasets])
+            task = kept_in(job.results, finish_extraction, again=again)
+            manifest: Manifest = await run_task(task, inputs=digests({**responses, "merged": merged}), **job.shared)
             if stands(job.run.hidden, manifest, checks_digests=False):
                 break
         return manifest
+
+
+async def extract_dataset(job: Job, name: str, responses: Manifest, *, again: bool = False) -> None:
+    """The shards of one dataset: side by side on processors of their own, one after the other in this process."""
+    from eyas.hidden.extract import plan_shards
+
+    plans = await asyncio.to_thread(plan_shards, job.run, job.config, name)
+    task = kept_in(job.results, extract_shard, again=again)
+    inputs = digests({"responses": responses})
+    pieces = [(f"{name} {number}", plan) for number, plan in enumerate(plans)]
+    await job.spread.each([job.spread.run(task, plan=plan, piece=piece, inputs=inputs, **job.shared) for piece, plan in pieces])
 
 
 async def train_phase(job: Job, merged: Manifest, hidden: Manifest) -> Manifest:
@@ -188,17 +188,6 @@ def digests(manifests: Manifests) -> dict[str, str]:
     return {name: manifest.digest() for name, manifest in manifests.items()}
 
 
-async def all_of(works: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Await all, let every one end, then raise the first failure; the others are logged."""
-    results = await asyncio.gather(*works, return_exceptions=True)
-    failures = [result for result in results if isinstance(result, BaseException)]
-    for failure in failures[1:]:
-        logger.error("also failed error=%r", failure)
-    if failures:
-        raise failures[0]
-    return results
-
-
 def digest_path(path: Path) -> str:
     """Digest of a file, or of the manifest of a folder."""
     return digest_file(path / "manifest.json" if path.is_dir() else path)
@@ -213,6 +202,16 @@ async def serving(job: Job, mode: Mode) -> AsyncIterator[list[str]]:
         yield urls
     finally:  # not awaited: a cancelled scope would cut it short and leave the engine behind
         host.__exit__(None, None, None)
+
+
+@asynccontextmanager
+async def _states(job: Job) -> AsyncIterator[None]:
+    """The host in the mode that gives states, unless servers of their own do."""
+    if job.config.hidden.urls:
+        yield
+        return
+    async with serving(job, "extract"):
+        yield
 
 
 @asynccontextmanager

@@ -24,6 +24,7 @@ from eyas.sglang.config import ServerConfig
 from eyas.speculate.config import BenchmarkConfig
 from eyas.target.config import TargetConfig
 from flows.decide import decide
+from flows.early import early_work
 from flows.local import run_here
 from flows.phases import (
     Job,
@@ -95,9 +96,11 @@ async def run_phases(job: Job, until: Phase = "bench") -> None:
         return
     if await decide(job):
         prompts = await prepare_phase(job)
-    responses = await generate_phase(job, prompts)
     if until == "generate":
+        await generate_phase(job, prompts)
         return
+    async with early_work(job) as on_dataset:
+        responses = await generate_phase(job, prompts, on_dataset)
     merged = await merge_phase(job, responses)
     if until == "merge":
         return

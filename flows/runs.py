@@ -25,6 +25,7 @@ from flows.decide import recorded_settings
 from flows.phases import Job
 from tasks.events import emit
 from tasks.publish import artifact_key, published
+from tasks.spread import spread_over
 
 RESULTS_NAME = ".prefect"
 
@@ -55,15 +56,16 @@ async def running(run: str, config: RunConfig, blocks: BlockNames = BlockNames()
     with exclusive(root / ".lock", f"run folder {root}"):
         await asyncio.to_thread(open_run, root, config)
         keeper = PlanKeeper(folder, config)
-        job = Job(run=folder, config=config, keeper=keeper, results=results, api_key=api_key)
-        if settings := recorded_settings(job):
-            job.apply(settings)
-        async with published(folder, lambda: _plan(folder), lambda progress: job.keeper.on_progress(progress)):
-            try:
-                yield job
-            except GateError as error:
-                emit("gate breached", root, str(error))
-                raise
+        async with spread_over(config.operate.runner) as spread:
+            job = Job(run=folder, config=config, keeper=keeper, results=results, spread=spread, api_key=api_key)
+            if settings := recorded_settings(job):
+                job.apply(settings)
+            async with published(folder, lambda: _plan(folder), lambda progress: job.keeper.on_progress(progress)):
+                try:
+                    yield job
+                except GateError as error:
+                    emit("gate breached", root, str(error))
+                    raise
         from eyas.operate.report import write_report  # with its plots it costs a second
 
         markdown, html = await asyncio.to_thread(write_report, folder)

@@ -16,6 +16,10 @@ class HiddenConfig(Settings):
         default="transformers",
         description="Who computes the states: transformers here, or the SGLang servers of server.urls in aux mode.",
     )
+    urls: list[str] = Field(
+        default_factory=list,
+        description="SGLang servers in aux mode beside those of server.urls, which go on generating; empty takes server.urls.",
+    )
     sink: str = Field(
         default="",
         description="Folder that our plugin in those servers writes states to; empty takes plain HTTP, for small targets.",

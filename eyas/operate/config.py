@@ -32,10 +32,28 @@ class HostConfig(Settings):
         return self
 
 
+class RunnerConfig(Settings):
+    """Where the tasks of phase 1 (one per dataset) and phase 4 (one per shard) run; only in the Prefect flows."""
+
+    kind: Literal["threads", "ray"] = Field(
+        default="threads", description="threads runs them in the flow's process; ray spreads them over a Ray cluster."
+    )
+    address: str = Field(
+        default="", description="Ray cluster, for instance ray://head:10001; empty starts one on this machine for the run."
+    )
+    cpus_per_task: int = Field(default=1, ge=1, description="Cores that Ray sets aside for one task.")
+    gpus_per_task: float = Field(default=0.0, ge=0, description="GPUs that Ray sets aside for one task.")
+
+
 class OperateConfig(Settings):
     """Plan, decision and watch."""
 
     host: HostConfig = HostConfig()
+    runner: RunnerConfig = RunnerConfig()
+    overlap: Literal["auto", "yes", "no"] = Field(
+        default="auto",
+        description="Whether later phases work while replies are generated; auto does so where they have processors of their own.",
+    )
     decision: Literal["accept", "ask"] = Field(
         default="accept", description="accept goes on with the plan; ask waits for a person."
     )

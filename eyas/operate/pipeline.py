@@ -144,6 +144,8 @@ def _merge(work: _Work) -> Manifest:
 def _extract(work: _Work) -> Manifest:
     from eyas.hidden.extract import extract
 
+    if work.config.hidden.urls:  # servers of their own: the host has no mode to change
+        return extract(work.run, work.config, report=work.report)
     with work.host().serving("extract"):  # also what frees the processors where we compute the states ourselves
         return extract(work.run, work.config, report=work.report)
 

@@ -34,7 +34,7 @@ class Paper:
         self.failures: dict[str, int] = {}
         self.sessions = 0
         self.loops: set[int] = set()
-        self.hold: asyncio.Event | None = None
+        self.holds: dict[str, asyncio.Event] = {}  # datasets that generate until told
 
     def make(self, stage: str, folder: Path, name: str, inputs: dict[str, str], config: Any, text: str) -> Manifest:
         wanted = fingerprint(stage, 1, inputs=inputs, config=config.model_dump(mode="json"))
@@ -89,8 +89,8 @@ def install(paper: Paper, patch: pytest.MonkeyPatch) -> None:
         async def generate_dataset(self, name: str) -> Manifest:
             paper.loops.add(id(asyncio.get_running_loop()))
             self.report(Progress(stage="generate", name=name, done=1, total=2, unit="responses", figures={"rate": 3.5}))
-            if paper.hold is not None:
-                await paper.hold.wait()
+            if name in paper.holds:
+                await paper.holds[name].wait()
             prompts = Manifest.model_validate_json((self.run.prompts(name) / "manifest.json").read_bytes())
             inputs = {"prompts": prompts.digest()}
             return paper.make("generate", self.run.responses(name), name, inputs, self.config.generation, name)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -108,7 +109,7 @@ def deployments(*arguments: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def database_url(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[str]:
+def database_url() -> Iterator[str]:
     """A PostgreSQL cluster of its own; EYAS_E2E_DATABASE=sqlite takes SQLite instead."""
     if os.environ.get("EYAS_E2E_DATABASE", "postgresql") == "sqlite":
         yield ""
@@ -116,11 +117,9 @@ def database_url(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtu
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
     assert found or shutil.which("initdb"), "install postgresql, or set EYAS_E2E_DATABASE=sqlite"
     binaries = found[-1].parent if found else Path(str(shutil.which("initdb"))).parent
-    folder = tmp_path_factory.mktemp("postgres")
+    folder = Path(tempfile.mkdtemp(prefix="eyas-postgres-"))  # pytest's own folders are closed to user postgres
     user = ["runuser", "-u", "postgres", "--"] if os.getuid() == 0 else []
     if user:
-        for path in (folder, *folder.parents[:2]):
-            path.chmod(0o755)
         shutil.chown(folder, "postgres")
     data, port = folder / "data", free_port()
     subprocess.run([*user, binaries / "initdb", "-D", data, "-A", "trust", "-U", "eyas"], check=True, capture_output=True)
@@ -128,6 +127,7 @@ def database_url(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtu
     subprocess.run([*user, binaries / "pg_ctl", "-D", data, "-w", "-o", options, "-l", folder / "log", "start"], check=True)
     yield f"postgresql+asyncpg://eyas@127.0.0.1:{port}/postgres"
     subprocess.run([*user, binaries / "pg_ctl", "-D", data, "-m", "immediate", "stop"], check=True, capture_output=True)
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")

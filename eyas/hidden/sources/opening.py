@@ -21,7 +21,7 @@ def open_source(config: RunConfig, spec: TargetSpec, kind: StoreKind) -> Source:
     from eyas.hidden.sources.sglang import SglangSource
 
     return SglangSource(
-        config.server.urls,
+        hidden.urls or config.server.urls,
         final_urls=hidden.final_urls,
         sink=Path(hidden.sink) if hidden.sink else None,
         hidden_size=spec.hidden_size,

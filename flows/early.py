@@ -1,0 +1,81 @@
+"""What later phases do while generation runs, where the rule of `eyas.operate.overlap` lets them.
+
+Datasets that are complete are extracted at once, in the same tasks that phase 4 would start (which then finds them
+cached), and the first replies rehearse everything that follows. Nothing here can fail the run: what goes wrong
+is told, and phase 4 does the work again in its own time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from prefect.artifacts import acreate_markdown_artifact
+
+from eyas.manifest import Manifest
+from eyas.operate.messages import read_progress
+from eyas.operate.overlap import may_overlap
+from eyas.operate.rehearsal import RECORDS, RESULT
+from flows.phases import Job, extract_dataset
+from tasks.caching import run_task
+from tasks.events import emit
+from tasks.publish import artifact_key
+from tasks.rehearse import rehearse_phases
+
+logger = logging.getLogger(__name__)
+
+OnDataset = Callable[[str, Manifest], None]
+POLL_S = 5.0
+
+
+@asynccontextmanager
+async def early_work(job: Job) -> AsyncIterator[OnDataset]:
+    """While the block runs, hear of complete datasets and do what can be done; at its end wait for what has begun."""
+    may, why = may_overlap(job.config)
+    logger.info("later phases work while replies are generated: %s (%s)", "yes" if may else "no", why)
+    if not may:
+        yield lambda name, manifest: None
+        return
+    one_at_a_time, is_over = asyncio.Lock(), asyncio.Event()
+    works = [asyncio.create_task(_rehearse(job, is_over))]
+
+    def on_dataset(name: str, manifest: Manifest) -> None:
+        works.append(asyncio.create_task(_extract(job, name, manifest, one_at_a_time)))
+
+    try:
+        yield on_dataset
+        is_over.set()
+        await asyncio.gather(*works)
+    finally:
+        for work in works:
+            work.cancel()
+
+
+async def _extract(job: Job, name: str, manifest: Manifest, one_at_a_time: asyncio.Lock) -> None:
+    async with one_at_a_time:
+        try:
+            await extract_dataset(job, name, manifest)
+        except Exception as error:  # phase 4 tries again, and fails the run if it must
+            logger.warning("early extraction failed dataset=%s error=%s", name, error)
+
+
+async def _rehearse(job: Job, is_over: asyncio.Event) -> None:
+    """Wait for the first replies, then rehearse once; nothing if generation is over before."""
+    if (job.run.root / RESULT).is_file():
+        return
+    while sum(message.done for message in await asyncio.to_thread(read_progress, job.run.progress, "generate")) < RECORDS:
+        if is_over.is_set():
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(is_over.wait(), POLL_S)
+    try:
+        result = await run_task(rehearse_phases, **job.shared)
+    except Exception as error:
+        emit("rehearsal failed", job.run.root, f"the phases after generation fail on its first replies: {error}")
+        return
+    seconds = ", ".join(f"{name} {value:.1f} s" for name, value in result["seconds"].items())
+    text = f"The phases after generation went through on the first {sum(result['records'].values())} replies: {seconds}."
+    await acreate_markdown_artifact(text, key=artifact_key(job.run.root.name, "rehearsal"), description=text)

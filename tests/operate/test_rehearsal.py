@@ -1,0 +1,97 @@
+"""The rehearsal: later phases really run on the first replies of a journal that is still being written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eyas.config import RunConfig
+from eyas.errors import ArtifactError, EyasError
+from eyas.files import read_json
+from eyas.generation.records import journal_line
+from eyas.operate.pipeline import open_run
+from eyas.operate.rehearsal import first_replies, rehearse
+from eyas.workspace import RunFolder
+from tests.generation.conftest import tokenized_rows
+from tests.hidden.tiny import build_weights, greedy
+from tests.sglang.tiny import build_target, tiny_config, write_prompts
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    "merging": {"draft_vocab_size": 64},
+    "hidden": {"disk_reserve_bytes": 0, "threads": 1, "min_greedy_agreement": 0.9},
+    "draft": {"batch_tokens": 64, "num_unroll_steps": 2, "threads": 1, "dtype": "float32"},
+}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_weights(build_target(tmp_path_factory.mktemp("target")))
+
+
+@pytest.fixture
+def config(weights: Path) -> RunConfig:
+    return tiny_config(weights, {"a": 20, "b": 20, "c": 20}, **SECTIONS)
+
+
+@pytest.fixture
+def run(tmp_path: Path, weights: Path, config: RunConfig) -> RunFolder:
+    """Three datasets prepared, two of them with journals: twelve replies and a reject, and a line that is not yet whole."""
+    run = open_run(tmp_path / "run", config)
+    for dataset in ("a", "b", "c"):
+        rows = write_prompts(run, config, dataset, 20)
+        if dataset == "c":
+            continue
+        run.responses(dataset).mkdir(parents=True)
+        lines = [journal_line({"id": rows[0]["id"], "reject": "no_room", "detail": "", "seed": 1})]
+        for row in np.random.default_rng(0).permutation(np.array(rows[1:13], dtype=object)):
+            ids = greedy(weights, row["input_ids"], 12)[len(row["input_ids"]) :]
+            spans = {"reasoning": None, "answer": [len(row["input_ids"]), len(row["input_ids"]) + 12], "tool_calls": None}
+            entry = {"id": row["id"], "output_ids": ids, "prompt_tokens": len(row["input_ids"]), "finish_reason": "length"}
+            lines.append(journal_line({**entry, "spans": spans, "seed": 1}))
+        torn = lines[-1][:20]
+        (run.responses(dataset) / "journal-000000000000.jsonl").write_bytes(b"".join([*lines, torn]))
+    return run
+
+
+def test_the_phases_after_generation_go_through_on_the_first_replies(run: RunFolder, config: RunConfig) -> None:
+    before = {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file()}
+    result = rehearse(run, config, records=24)
+    assert result["records"] == {"a": 8, "b": 8}
+    assert set(result["seconds"]) == {"merge", "extract", "train", "export"}
+    assert result["export_bytes"] > 10_000
+    assert read_json(run.root / "rehearsal.json") == result
+    after = {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file() and path.name != "rehearsal.json"}
+    assert after == before, "the run itself is as it was"
+
+
+def test_what_would_fail_after_generation_fails_now(run: RunFolder, config: RunConfig, weights: Path) -> None:
+    broken = config.model_copy(update={"draft": config.draft.model_copy(update={"num_kv_heads": 3})})
+    with pytest.raises(EyasError, match="num_kv_heads"):
+        rehearse(run, broken, records=24)
+    assert not (run.root / "rehearsal.json").exists()
+
+
+def test_the_replies_are_the_journals_own_and_some_are_held_out(run: RunFolder, config: RunConfig, tmp_path: Path) -> None:
+    small = RunFolder(tmp_path / "small")
+    assert first_replies(run, config, small, records=9) == {"a": 3, "b": 3}
+    for dataset in ("a", "b"):
+        wanted = {entry["id"]: entry for entry in journaled(run, dataset)}
+        rows = tokenized_rows(small, dataset)
+        assert sorted(row["split"] for row in rows) == ["heldout", "train", "train"]
+        assert all(row["input_ids"][row["prompt_tokens"] :] == wanted[row["id"]]["output_ids"] for row in rows)
+
+
+def test_without_a_reply_there_is_nothing_to_rehearse(run: RunFolder, config: RunConfig, tmp_path: Path) -> None:
+    for path in run.root.glob("responses/*/journal-*.jsonl"):
+        path.unlink()
+    with pytest.raises(ArtifactError, match="no accepted reply yet"):
+        first_replies(run, config, RunFolder(tmp_path / "small"), records=9)
+
+
+def journaled(run: RunFolder, dataset: str) -> list[dict[str, Any]]:
+    lines = (run.responses(dataset) / "journal-000000000000.jsonl").read_bytes().split(b"\n")[:-1]
+    return [json.loads(line) for line in lines]

@@ -1,0 +1,92 @@
+"""Work on later phases while replies are generated: complete datasets are extracted, the first replies rehearse the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyas.errors import ArtifactError
+from tests.prefect.paper import Paper, config_with
+from tests.prefect.test_pipeline import ALL_MADE, run_pipeline
+
+OVERLAP: dict[str, Any] = {"overlap": "yes"}
+
+
+async def happens(paper: Paper, piece: str) -> None:
+    while not paper.made[piece]:
+        await asyncio.sleep(0.05)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.early.POLL_S", 0.1)
+
+
+async def test_a_complete_dataset_is_extracted_while_another_generates(paper: Paper, run: str) -> None:
+    paper.holds["B2_code"] = asyncio.Event()
+    work = asyncio.create_task(run_pipeline(run, config_with(operate=OVERLAP)))
+    await asyncio.wait_for(happens(paper, "extract B1_glaive"), 60)
+    assert not paper.made["generate B2_code"], "the other still generates"
+    assert not paper.made["merge"]
+    paper.holds["B2_code"].set()
+    assert (await work).is_completed()
+    assert set(paper.made) == ALL_MADE
+    assert set(paper.made.values()) == {1}, "phase 4 found the shards that were there"
+
+
+async def test_where_processors_are_shared_nothing_starts_early(paper: Paper, run: str) -> None:
+    paper.holds["B2_code"] = asyncio.Event()
+    work = asyncio.create_task(run_pipeline(run))
+    await asyncio.wait_for(happens(paper, "generate B1_glaive"), 60)
+    await asyncio.sleep(0.5)
+    assert not paper.made["extract B1_glaive"]
+    paper.holds["B2_code"].set()
+    assert (await work).is_completed()
+
+
+async def test_an_early_extraction_that_fails_is_done_again_in_its_phase(
+    paper: Paper, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.extract.extract_shard.retries", 0)
+    paper.failures["extract B1_glaive"] = 1
+    assert (await run_pipeline(run, config_with(operate=OVERLAP))).is_completed()
+    assert set(paper.made.values()) == {1}
+
+
+async def test_the_first_replies_rehearse_what_follows_and_a_failure_is_told_at_once(
+    paper: Paper, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr("flows.early.emit", lambda alert, run, message: told.append((alert, message)))
+    monkeypatch.setattr("flows.early.RECORDS", 1)  # a paper dataset says one of two is done
+
+    def rehearse(run: Any, config: Any) -> dict[str, Any]:
+        paper.made["rehearsal"] += 1
+        raise ArtifactError("the export lacks fc.weight")
+
+    monkeypatch.setattr("eyas.operate.rehearsal.rehearse", rehearse)
+    paper.holds["B1_glaive"] = asyncio.Event()
+    work = asyncio.create_task(run_pipeline(run, config_with(operate=OVERLAP), until="merge"))
+    await asyncio.wait_for(happens(paper, "rehearsal"), 60)
+    paper.holds["B1_glaive"].set()
+    assert (await work).is_completed(), "the run itself goes on"
+    assert told == [("rehearsal failed", "the phases after generation fail on its first replies: the export lacks fc.weight")]
+
+
+async def test_a_rehearsal_that_went_well_is_not_repeated(paper: Paper, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.early.RECORDS", 0)
+
+    def rehearse(run: Any, config: Any) -> dict[str, Any]:
+        paper.made["rehearsal"] += 1
+        (run.root / "rehearsal.json").write_text("{}")
+        return {"records": {"a": 8}, "seconds": {"merge": 1.0}}
+
+    monkeypatch.setattr("eyas.operate.rehearsal.rehearse", rehearse)
+    for _ in range(2):
+        assert (await run_pipeline(run, config_with(operate=OVERLAP), until="generate")).is_completed()
+        assert (await run_pipeline(run, config_with(operate=OVERLAP), until="merge")).is_completed()
+    assert paper.made["rehearsal"] == 1
+    assert Path(run, "rehearsal.json").is_file()
