@@ -125,13 +125,16 @@ def bench_memory(folder: Path, count: int) -> None:
             writer.write_table(pa.table({"id": ids}, schema=schema))
     code = (
         "import sys; from pathlib import Path; import eyas.generation.session; from eyas.generation.records import PromptTable\n"
+        "from eyas.config import RunConfig; from eyas.target.lightly import leave_torch_out\n"
+        "from eyas.target.spec import load_target; from eyas.target.tokenizer import load_tokenizer\n"
+        "spec = load_target(RunConfig().target); leave_torch_out(spec); tokenizer = load_tokenizer(spec)\n"
         "def rss(): return int(next(x for x in open('/proc/self/status') if x.startswith('VmRSS')).split()[1])\n"
         "before = rss(); table = PromptTable(Path(sys.argv[1])); print(before, rss())"
     )
     answer = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     before, after = (int(value) / 1024 for value in answer.split())
     each = (after - before) * 2**20 / count
-    print(f"memory: {count} prompts take {after - before:.0f} MB ({each:.1f} B each) over {before:.0f} MB of imports")
+    print(f"memory: {count} prompts take {after - before:.0f} MB ({each:.1f} B each) over {before:.0f} MB of imports and tokenizer")
 
 
 def main() -> None:

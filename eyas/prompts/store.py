@@ -54,7 +54,7 @@ def write_prompts(
 
 def read_prompts(folder: Path) -> Iterator[dict[str, Any]]:
     """Rows of `folder/prompts.parquet` in order of id."""
-    with pq.ParquetFile(folder / PROMPTS_NAME) as file:
+    with pq.ParquetFile(folder / PROMPTS_NAME, pre_buffer=False, buffer_size=1 << 20) as file:
         for batch in file.iter_batches(batch_size=32):
             yield from batch.to_pylist()
 

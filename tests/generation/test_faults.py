@@ -3,7 +3,7 @@
 Public reports behind the rows:
 - abort with 200: https://github.com/superlinked/sie/pull/284, https://github.com/radixark/miles/pull/3337
 - prompt + max_new_tokens above the context: https://github.com/instructlab/sdg/issues/276
-- text tokenised again, two BOS: https://github.com/sgl-project/sglang/pull/8291
+- text tokenised again, two BOS: https://github.com/sgl-project/sglang/pull/8291, https://github.com/MakazhanAlpamys/Soup/issues/890
 - accepted and never answered: https://github.com/sgl-project/sglang/issues/33858
 - idle sockets dropped: https://github.com/NVIDIA-NeMo/Gym/pull/1555
 """

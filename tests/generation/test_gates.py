@@ -1,6 +1,7 @@
 """Gates and the canary: what counts as suspicious, when it warns, when it stops.
 
-- answer filed as reasoning: https://github.com/sgl-project/sglang/issues/37645
+- answer filed as reasoning: https://github.com/sgl-project/sglang/issues/37645,
+  https://github.com/sgl-project/sglang/pull/33995
 - close tag only, because the prompt opened the block: https://github.com/huggingface/trl/pull/6363
 """
 

@@ -1,6 +1,7 @@
 """The journal: durable lines, torn tails, one writer, a full disk that pauses and loses nothing.
 
-- torn tails: https://github.com/Tracer-Cloud/opensre/issues/6356, https://github.com/PrimeIntellect-ai/verifiers/pull/1376
+- torn tails: https://github.com/Tracer-Cloud/opensre/issues/6356, https://github.com/PrimeIntellect-ai/verifiers/pull/1376,
+  https://github.com/huggingface/OpenEnv/pull/1154
 - a full disk: https://github.com/atlanhq/application-sdk/pull/3188
 """
 

@@ -1,6 +1,6 @@
 """Servers that die, return, join, drain and queue, while a session runs on them.
 
-- silent total timeouts of clients: https://github.com/BerriAI/litellm/pull/25654
+- silent total timeouts of clients: https://github.com/BerriAI/litellm/pull/25654, https://github.com/scitix/sieval/pull/112
 - idle sockets dropped by the server: https://github.com/NVIDIA-NeMo/Gym/pull/1555
 """
 
