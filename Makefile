@@ -55,9 +55,10 @@ test-engines: $(READY)
 	PYTHON=$(PYTHON) engines/install.sh vllm $(ENGINES)/vllm
 	$(BIN)/python -m pytest tests/engines -m engines --engines $(ENGINES) --engines-run "$(ENGINES_RUN)" --timeout 3600
 
-# A real Prefect server on SQLite and PostgreSQL, a worker and a browser; needs Debian's chromium and postgresql.
+# A real Prefect server on PostgreSQL and again on SQLite, a worker, Ray and a browser; needs Debian's chromium and postgresql.
 test-e2e: $(READY)
-	$(BIN)/python -m pytest tests/prefect_e2e -m e2e --timeout 1800
+	EYAS_E2E_DATABASE=postgresql $(BIN)/python -m pytest tests/prefect_e2e -m e2e --durations 0
+	EYAS_E2E_DATABASE=sqlite $(BIN)/python -m pytest tests/prefect_e2e -m e2e --durations 0
 
 wheel: $(READY)
 	$(BIN)/python -m build

@@ -27,9 +27,29 @@ async def register(runs_home: Path) -> list[str]:
         for block in BLOCKS:
             await block.aregister_type_and_schema(client=client)
         await _work_pool(client)
-        names = [await _deploy(entry, runs_home) for entry in catalogue()]
+        names = [await deploy(entry, runs_home) for entry in catalogue()]
         await register_automations(client)
     return names
+
+
+async def deploy(entry: Entry, runs_home: Path) -> str:
+    """Create or update one deployment; gives its full name."""
+    schedules: list[Any] = []
+    if entry.schedule is not None:
+        schedules = [DeploymentScheduleCreate(schedule=entry.schedule, active=entry.is_active, slug=entry.name)]
+    deployment = await entry.flow.ato_deployment(
+        entry.name,
+        parameters=entry.parameters,
+        schedules=schedules or None,
+        description=entry.description,
+        tags=[TAG],
+        work_pool_name=POOL,
+        work_queue_name=entry.queue,
+        job_variables={"working_dir": str(runs_home)},
+        entrypoint_type=EntrypointType.MODULE_PATH,
+    )
+    await deployment.aapply()
+    return str(deployment.full_name)
 
 
 async def _work_pool(client: PrefectClient) -> None:
@@ -48,22 +68,3 @@ async def _work_pool(client: PrefectClient) -> None:
         except ObjectNotFound:
             queue = await client.create_work_queue(name, work_pool_name=POOL)
         await client.update_work_queue(queue.id, concurrency_limit=limit)
-
-
-async def _deploy(entry: Entry, runs_home: Path) -> str:
-    schedules: list[Any] = []
-    if entry.schedule is not None:
-        schedules = [DeploymentScheduleCreate(schedule=entry.schedule, active=entry.is_active, slug=entry.name)]
-    deployment = await entry.flow.ato_deployment(
-        entry.name,
-        parameters=entry.parameters,
-        schedules=schedules or None,
-        description=entry.description,
-        tags=[TAG],
-        work_pool_name=POOL,
-        work_queue_name=entry.queue,
-        job_variables={"working_dir": str(runs_home)},
-        entrypoint_type=EntrypointType.MODULE_PATH,
-    )
-    await deployment.aapply()
-    return str(deployment.full_name)

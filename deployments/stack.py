@@ -89,7 +89,7 @@ def serve(home: Path, port: int, runs_home: Path, database_url: str = "") -> Non
         state = {"pid": os.getpid(), "url": url, "ui": ui_url(url)}
         try:
             while True:
-                with child_process(worker_command(url, home), log=home / "worker.log", grace_s=60.0) as worker:
+                with child_process(worker_command(url, home), log=home / "worker.log", grace_s=30.0) as worker:
                     write_json(home / _STATE, state)
                     code = worker.wait()
                 print(f"the worker ended with code {code}: {last_lines(home / 'worker.log')}; starting it again", flush=True)

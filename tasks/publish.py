@@ -1,4 +1,4 @@
-"""What a run shows in Prefect while it works: one progress bar per piece of work, and the living plan.
+"""What a run shows in Prefect while it works: a progress bar per piece of work, the living plan, and the run in tables.
 
 The run folder is the source: whatever process does the work records its progress there, and this reads
 it every few seconds. Nothing here can fail a run; what Prefect refuses is logged and tried again.
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import re
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from prefect.logging import get_run_logger
 
 from eyas.operate.messages import ProgressMessage, read_progress
 from eyas.operate.status import read_status
+from eyas.operate.tables import Source, changed_tables
 from eyas.operate.wording import number
 from eyas.progress import Report
 from eyas.workspace import RunFolder
@@ -31,6 +33,7 @@ from eyas.workspace import RunFolder
 logger = logging.getLogger(__name__)
 
 PUBLISH_S = 15.0
+TABLES_S = 60.0
 MAX_FIGURES = 6
 _IN_THE_COUNTS = {"done", "pending", "replies"}
 
@@ -63,7 +66,7 @@ async def published(run: RunFolder, plan: Callable[[], str], listen: Report, *, 
         loop.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await loop
-        await publisher.publish()
+        await publisher.publish(is_last=True)
 
 
 @dataclass
@@ -77,14 +80,16 @@ class Publisher:
     seen: dict[str, str] = field(default_factory=dict)  # artifact key to the time of what is on show
     bars: dict[str, UUID] = field(default_factory=dict)
     shown: dict[str, Any] = field(default_factory=dict)
+    made_from: dict[Source, Any] = field(default_factory=dict)
+    tables_at: float = 0.0
 
     async def loop(self, every_s: float) -> None:
         while True:
             await self.publish()
             await asyncio.sleep(every_s)
 
-    async def publish(self) -> None:
-        """Show what is new."""
+    async def publish(self, *, is_last: bool = False) -> None:
+        """Show what is new; the tables of long series every `TABLES_S` seconds, and at the end."""
         try:
             for message in await asyncio.to_thread(read_progress, self.run.progress):
                 key = artifact_key(self.run.root.name, message.stage, message.name)
@@ -99,6 +104,10 @@ class Publisher:
             rows = await asyncio.to_thread(dataset_rows, self.run)
             done = sum(row["responses"] for row in rows)
             await self._keep("datasets", TableArtifact(table=rows, description=f"{len(rows)} datasets, {done:,} responses"))
+            if is_last or time.monotonic() - self.tables_at >= TABLES_S:
+                self.tables_at = time.monotonic()
+                for table in await asyncio.to_thread(lambda: list(changed_tables(self.run, self.made_from))):
+                    await self._keep(table.name, TableArtifact(table=table.rows, description=table.headline))
         except Exception as error:  # the edge to another system
             logger.warning("not published run=%s error=%r", self.run.root, error)
 

@@ -84,7 +84,7 @@ class Page:
         """A PNG of the page; `height` pixels high if given."""
         if height:
             self.send("Emulation.setDeviceMetricsOverride", width=1400, height=height, deviceScaleFactor=1, mobile=False)
-            time.sleep(0.5)  # the page lays itself out again
+        time.sleep(1.5)  # what fades in has done so, and the page has laid itself out again
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))
 
