@@ -43,7 +43,7 @@ def child_process(
             stderr=subprocess.STDOUT if log is not None else None,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=_dies_with_parent(parent_death_signal),
+            preexec_fn=_prepared(parent_death_signal),
         )
     try:
         yield process
@@ -85,16 +85,17 @@ def is_alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def _dies_with_parent(death_signal: signal.Signals) -> Callable[[], None] | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    libc = ctypes.CDLL(None)  # loaded before the fork: nothing may be loaded after it
+def _prepared(death_signal: signal.Signals) -> Callable[[], None]:
+    """What the child does before it becomes the command: hears SIGINT (a shell's `&` has it ignored), dies with its parent."""
+    libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None  # before the fork: nothing may be loaded after it
     parent = os.getpid()
 
     def prepare() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, int(death_signal))
-        if os.getppid() != parent:  # it died between fork and prctl
-            os._exit(1)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if libc is not None:
+            libc.prctl(_PR_SET_PDEATHSIG, int(death_signal))
+            if os.getppid() != parent:  # it died between fork and prctl
+                os._exit(1)
 
     return prepare
 

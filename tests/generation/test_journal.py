@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from eyas.errors import ArtifactError, ConfigError, StorageError
@@ -46,6 +47,29 @@ def test_a_damaged_middle_line_names_file_and_byte(tmp_path: Path) -> None:
     assert len(lines) == 3
     with pytest.raises(ArtifactError, match="byte 11"):
         parse_line(path, lines[1][0], lines[1][2])
+
+
+@pytest.mark.parametrize("line", [b"[]", b'"7"', b'{"x":1}', b'{"id":7}', b'{"id":"\xe2"}', b"null"])
+def test_a_whole_line_that_is_no_record_is_named_and_never_joined(line: bytes, tmp_path: Path) -> None:
+    """https://github.com/huggingface/OpenEnv/pull/1154: not UTF-8, no object, no id; its neighbours stay readable."""
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(WHOLE + line + b"\n")
+    assert cut_torn_tail(path) == 0
+    with open(path, "ab") as file:
+        file.write(b'{"id":"9"}\n')
+    *_, (offset, _, bad), (_, _, last) = read_journal(path)
+    with pytest.raises(ArtifactError, match=f"byte {len(WHOLE)}"):
+        parse_line(path, offset, bad)
+    assert parse_line(path, 0, last)["id"] == "9"
+
+
+def test_opening_a_long_journal_reads_its_tail_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same report: its first mend read the whole file at every append, 156 ms at 100,000 records."""
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b'{"id":"1","t":"%s"}\n' % (b"x" * 1000) * 20_000)
+    before = psutil.Process().io_counters().read_chars
+    cut_torn_tail(path)
+    assert psutil.Process().io_counters().read_chars - before < 1_000_000
 
 
 async def test_appends_are_durable_in_order_and_share_syncs(tmp_path: Path) -> None:

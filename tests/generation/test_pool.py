@@ -13,13 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from eyas.errors import ConfigError, ServerError
 from eyas.generation import session as session_module
 from eyas.generation.control import Control, write_control
 from eyas.generation.session import GenerationSession, generate
-from eyas.sglang.client import SGLangClient
+from eyas.sglang.client import ADMIN_TIMEOUT_S, SGLangClient
 from eyas.sglang.config import ServerConfig
 from eyas.sglang.pool import Server, ServerPool
 from eyas.workspace import RunFolder
@@ -156,6 +157,23 @@ async def test_a_reply_after_the_default_timeouts_of_clients_arrives_as_one_requ
             server.delay_s = 5.5  # httpx gives up after 5 s unless told otherwise
             await session.generate_dataset("a")
         assert len(server.payloads) == 2
+
+
+async def test_every_request_declares_its_own_timeouts_whatever_httpx_would_take(target: Path, tmp_path: Path) -> None:
+    """https://github.com/scitix/sieval/pull/112: two libraries' defaults were 120 times apart, and nobody had chosen either."""
+    sent: dict[str, dict[str, float | None]] = {}
+
+    async def note(request: httpx.Request) -> None:
+        sent[request.url.path] = request.extensions["timeout"]
+
+    with LoopbackServer(target) as server:
+        async with SGLangClient(server.url, ServerConfig(connect_timeout_s=7.5)) as client:
+            client._http.event_hooks = {"request": [note]}
+            payload = {"rid": "r", "input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}
+            await client.generate_raw(payload, rid="r", deadline_s=3_600.0)
+            await client.abort("r")
+    assert sent["/generate"] == {"connect": 7.5, "read": 3_600.0, "write": ADMIN_TIMEOUT_S, "pool": 3_600.0}
+    assert sent["/abort_request"] == dict.fromkeys(("connect", "read", "write", "pool"), 5.0), "short on purpose: it may be dead"
 
 
 async def test_retry_after_is_honoured(target: Path, tmp_path: Path, fast_retries: None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -56,6 +57,18 @@ with child_process(["sleep", "600"]) as child:
     parent.kill()
     parent.wait()
     wait_until(lambda: not is_alive(int(note.read_text())))
+
+
+def test_a_child_hears_the_interrupt_that_a_shells_ampersand_has_us_ignore(tmp_path: Path) -> None:
+    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        started = time.monotonic()
+        with child_process(["sleep", "600"], log=tmp_path / "log", grace_s=60) as child:
+            pass
+    finally:
+        signal.signal(signal.SIGINT, ignored)
+    assert child.returncode == -signal.SIGINT
+    assert time.monotonic() - started < 30
 
 
 def test_the_log_of_a_child_is_quoted(tmp_path: Path) -> None:

@@ -18,28 +18,47 @@ import httpx
 import pytest
 
 from flows.server import free_port
+from tests.hidden.tiny import build_weights
+from tests.sglang.tiny import build_target
 
-TINY = {
-    "prompts": {
-        "heldout_share": 0.25, "decontaminate_against": [], "near_duplicates": False,
-        "datasets": [
-            {"name": "B1_chat", "source": "package:mt-bench", "max_new_tokens": 24, "quota": 12},
-            {"name": "B2_calls", "source": "package:bfcl/live_simple", "max_new_tokens": 24, "quota": 12},
-        ],
-    },
-    "generation": {"canary": 2, "gates": {"empty": {"warn": 0.9, "stop": 1.0}, "rejected": {"warn": 0.9, "stop": 1.0}}},
-    "merging": {"draft_vocab_size": 512, "max_tokens": 1024},
-    "draft": {"max_steps": 60, "batch_tokens": 256, "eval_every": 30, "eval_records": 2, "num_unroll_steps": 2},
-    "benchmark": {"prompts_per_set": 1, "sets": ["heldout"], "max_new_tokens": 8, "min_verifications": 1, "accept_floor": 1.0},
-}  # fmt: skip
-"""Sections that make the pipeline a matter of a minute on the packaged target."""
+DATASETS = ("B1_chat", "B2_calls")
+MANY = 100
+
+
+def tiny_sections(folder: Path) -> dict[str, Any]:
+    """Sections that make the whole pipeline a matter of seconds: a target of 8 layers with random weights, 24 prompts."""
+    target = build_weights(build_target(folder / "target"))
+    for name in DATASETS:
+        rows = [{"prompt": f"{name}: what is {n} times {n + 1}, and why is that so?"} for n in range(MANY)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    open_gate = {"warn": 1.0, "stop": 1.0}  # what random weights say is no answer
+    gates = dict.fromkeys(("empty", "cut_by_length", "repetition", "rejected"), open_gate)
+    return {
+        "target": {"model": str(target)},
+        "server": {},
+        "prompts": {
+            "heldout_share": 0.25, "decontaminate_against": [], "near_duplicates": False,
+            "datasets": [
+                {"name": name, "source": f"file:{folder / name}.jsonl", "max_new_tokens": 120, "quota": 12} for name in DATASETS
+            ],
+        },
+        "generation": {"canary": 2, "gates": gates},
+        "merging": {"draft_vocab_size": 128, "max_tokens": 512},
+        "hidden": {"probe_records": 4, "min_greedy_agreement": 0.5},
+        "draft": {"max_steps": 60, "batch_tokens": 256, "eval_every": 30, "eval_records": 2, "num_unroll_steps": 2},
+        "benchmark": {
+            "prompts_per_set": 2, "sets": ["heldout"], "max_new_tokens": 24, "min_verifications": 1, "accept_floor": 1.0,
+            "timed_prompts": 1,
+        },
+        "operate": {},
+    }  # fmt: skip
 
 
 class Stack:
-    """The running pair and its API, spoken to as the UI does."""
+    """The running pair and its API, spoken to as the UI does; `tiny` are the sections of a small pipeline."""
 
-    def __init__(self, home: Path, runs: Path, port: int) -> None:
-        self.home, self.runs, self.ui = home, runs, f"http://127.0.0.1:{port}"
+    def __init__(self, home: Path, runs: Path, port: int, tiny: dict[str, Any]) -> None:
+        self.home, self.runs, self.ui, self.tiny = home, runs, f"http://127.0.0.1:{port}", tiny
         self._api = httpx.Client(base_url=f"{self.ui}/api", timeout=60)
 
     def call(self, method: str, path: str, **body: Any) -> httpx.Response:
@@ -52,10 +71,13 @@ class Stack:
         """Submit the form of a deployment; for the pipeline with the tiny sections."""
         if name.startswith("watch"):
             return self.call("POST", f"/deployments/{self.deployment(name)}/create_flow_run", parameters={"runs": run})
-        defaults = {"target": {}, "server": {}, "hidden": {}, "operate": {}} | TINY
-        return self.call(
-            "POST", f"/deployments/{self.deployment(name)}/create_flow_run", parameters={"run": run, **defaults, **changes}
-        )
+        parameters = {"run": run, **self.tiny, **changes}
+        return self.call("POST", f"/deployments/{self.deployment(name)}/create_flow_run", parameters=parameters)
+
+    def long(self, max_new_tokens: int) -> dict[str, Any]:
+        """A `prompts` section that keeps generation and training busy for a while: 200 prompts, longer replies."""
+        datasets = [{**item, "quota": MANY, "max_new_tokens": max_new_tokens} for item in self.tiny["prompts"]["datasets"]]
+        return {**self.tiny["prompts"], "datasets": datasets}
 
     def start(self, run: str, **changes: Any) -> str:
         reply = self.submit(run, **changes)
@@ -86,6 +108,11 @@ class Stack:
     def pid(self, flow_run_id: str) -> int:
         """Process of a flow run on this machine."""
         return int(str(until(lambda: self.flow_run(flow_run_id).get("infrastructure_pid"), 120)).rpartition(":")[2])
+
+    def cancel(self, flow_run_id: str) -> None:
+        """The UI's Cancel button, and its effect."""
+        self.call("POST", f"/flow_runs/{flow_run_id}/set_state", state={"type": "CANCELLING", "name": "Cancelling"})
+        self.wait_state(flow_run_id, "CANCELLED", seconds=180)
 
     def retry(self, flow_run_id: str) -> None:
         """The UI's Retry button."""
@@ -138,7 +165,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, database_url: str) -> Iterat
     where = ["--home", str(root / "home")]
     database = ["--database-url", database_url] if database_url else []
     deployments("up", *where, "--port", str(port), "--runs-home", str(runs), *database)
-    yield Stack(root / "home", runs, port)
+    yield Stack(root / "home", runs, port, tiny_sections(root))
     deployments("down", *where)
 
 

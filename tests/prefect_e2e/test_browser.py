@@ -14,7 +14,7 @@ from deployments.catalogue import HOST_QUEUE, Entry
 from deployments.register import deploy
 from flows.pipeline import pipeline
 from tests.prefect_e2e.browser import Page, chromium
-from tests.prefect_e2e.conftest import TINY, Stack, until
+from tests.prefect_e2e.conftest import Stack, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -29,7 +29,7 @@ def page(tmp_path: Path) -> Iterator[Page]:
 
 def test_a_person_fills_the_form_sees_the_run_complete_and_reads_the_artifacts(stack: Stack, page: Page) -> None:
     with temporary_settings({PREFECT_API_URL: f"{stack.ui}/api"}):
-        entry = Entry(flow=pipeline, name="tiny", description="For the test.", queue=HOST_QUEUE, parameters=TINY)
+        entry = Entry(flow=pipeline, name="tiny", description="For the test.", queue=HOST_QUEUE, parameters=stack.tiny)
         asyncio.run(deploy(entry, stack.runs))
     deployment = stack.deployment("pipeline/tiny")
     page.open(f"{stack.ui}/deployments")

@@ -9,7 +9,7 @@ import signal
 import psutil
 import pytest
 
-from tests.prefect_e2e.conftest import Stack, journal_ids, until
+from tests.prefect_e2e.conftest import MANY, Stack, journal_ids, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -40,11 +40,12 @@ def test_a_missing_block_fails_at_once_with_the_next_step(stack: Stack) -> None:
 def test_killed_in_generation_and_in_training_a_retry_goes_on_to_the_end(stack: Stack) -> None:
     """https://github.com/PrefectHQ/prefect/issues/16515: what a dead process leaves behind is taken up by manifest."""
     run = stack.runs / "killed"
-    flow_run_id = stack.start("killed")
+    flow_run_id = stack.start("killed", prompts=stack.long(200), draft={**stack.tiny["draft"], "max_steps": 600})
     until(lambda: len(journal_ids(run)) >= 3, 600)
     os.kill(stack.pid(flow_run_id), signal.SIGKILL)
     stack.wait_killed(flow_run_id)
     before = journal_ids(run)
+    assert len(before) < 2 * MANY, "killed in the middle"
 
     stack.retry(flow_run_id)
     until(lambda: (run / "progress" / "train.json").is_file(), 900)
@@ -53,12 +54,13 @@ def test_killed_in_generation_and_in_training_a_retry_goes_on_to_the_end(stack: 
     stack.wait_killed(flow_run_id)
     until(lambda: not any(process.is_running() and process.status() != "zombie" for process in tree), 30)
     responses = {path: path.read_bytes() for path in run.glob("responses/*/tokenized_data.jsonl")}
+    assert not (run / "draft" / "manifest.json").exists(), "killed in the middle"
 
     stack.retry(flow_run_id)
     stack.wait_state(flow_run_id, "COMPLETED")
     ids = journal_ids(run)
     assert set(before) <= set(ids)
-    assert len(ids) == len(set(ids)) == 24, "nothing is generated twice"
+    assert len(ids) == len(set(ids)) == 2 * MANY, "nothing is generated twice"
     assert responses == {path: path.read_bytes() for path in run.glob("responses/*/tokenized_data.jsonl")}
     assert json.loads((run / "benchmark" / "results.json").read_bytes())["outputs"]["wrong"] == 0
 
@@ -66,18 +68,18 @@ def test_killed_in_generation_and_in_training_a_retry_goes_on_to_the_end(stack: 
 def test_the_finished_run_again_makes_nothing(stack: Stack) -> None:
     run = stack.runs / "killed"
     stamps = {path: path.stat().st_mtime_ns for path in run.glob("*/**/manifest.json")}
-    stack.wait_state(stack.start("killed"), "COMPLETED")
+    again = {"prompts": stack.long(200), "draft": {**stack.tiny["draft"], "max_steps": 600}}
+    stack.wait_state(stack.start("killed", **again), "COMPLETED")
     assert stamps == {path: path.stat().st_mtime_ns for path in run.glob("*/**/manifest.json")}
 
 
 def test_cancelling_leaves_no_child_process(stack: Stack) -> None:
     """https://github.com/PrefectHQ/prefect/issues/20979: the engine is a child of the flow's process."""
-    flow_run_id = stack.start("cancelled")
+    flow_run_id = stack.start("cancelled", prompts=stack.long(600))
     until(lambda: len(journal_ids(stack.runs / "cancelled")) >= 1, 600)
     tree = family(stack.pid(flow_run_id))
     assert len(tree) > 1, "the engine runs"
-    stack.call("POST", f"/flow_runs/{flow_run_id}/set_state", state={"type": "CANCELLING", "name": "Cancelling"})
-    stack.wait_state(flow_run_id, "CANCELLED", seconds=120)
+    stack.cancel(flow_run_id)
     until(lambda: not any(process.is_running() and process.status() != "zombie" for process in tree), 30)
 
 
@@ -103,8 +105,11 @@ def test_a_schedule_fires(stack: Stack) -> None:
 
 
 def test_when_the_worker_dies_too_the_automation_ends_the_run(stack: Stack) -> None:
-    """https://github.com/PrefectHQ/prefect/issues/16515: nobody is left to report the crash but the silence."""
-    flow_run_id = stack.start("zombie")
+    """Nobody is left to report the crash but the silence, and a new worker has another name.
+
+    https://github.com/PrefectHQ/prefect/issues/16515, https://github.com/oqtopus-team/qdash/issues/1351
+    """
+    flow_run_id = stack.start("zombie", prompts=stack.long(1200))
     pid = stack.pid(flow_run_id)
     until(lambda: heartbeats(stack, flow_run_id) >= 1, 120)
     worker = next(parent for parent in psutil.Process(pid).parents() if "worker" in parent.cmdline())
@@ -112,6 +117,10 @@ def test_when_the_worker_dies_too_the_automation_ends_the_run(stack: Stack) -> N
     os.kill(pid, signal.SIGKILL)
     flow_run = stack.wait_state(flow_run_id, "CRASHED", seconds=300)
     assert "zombie" in flow_run["state"]["message"]
+    stack.retry(flow_run_id)  # nothing the dead left locked stands in the way of the worker that took its place
+    until(lambda: stack.flow_run(flow_run_id)["state"]["type"] == "RUNNING" and stack.pid(flow_run_id) != pid, 180)
+    until(lambda: int((stack.runs / "zombie" / ".lock").read_text() or 0) not in (0, pid), 120)
+    stack.cancel(flow_run_id)
 
 
 def heartbeats(stack: Stack, flow_run_id: str) -> int:

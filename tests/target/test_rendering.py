@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from eyas.errors import ConfigError, RecordError
 from eyas.target.probe import probe_template
@@ -30,6 +31,20 @@ def test_a_prompt_has_one_bos(make_renderer: MakeRenderer) -> None:
     renderer = make_renderer(STRICT)
     ids = renderer.render([_USER]).input_ids
     assert ids.count(renderer.tokenizer.bos_token_id) == 1
+
+
+def test_a_tokenizer_that_puts_a_bos_of_its_own_before_a_template_that_renders_one(make_renderer: MakeRenderer) -> None:
+    """https://github.com/MakazhanAlpamys/Soup/issues/890: SGLang tokenizes rendered text so; ids are taken verbatim."""
+    renderer = make_renderer(STRICT)
+    bos = renderer.tokenizer.bos_token
+    renderer.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, renderer.tokenizer.bos_token_id)]
+    )
+    text = renderer.tokenizer.apply_chat_template([_USER], add_generation_prompt=True, tokenize=False)
+    doubled = renderer.tokenizer(text).input_ids
+    ids = renderer.render([_USER]).input_ids
+    assert doubled.count(renderer.tokenizer.bos_token_id) == 2, "what the engine would make of the text"
+    assert ids == doubled[1:]
 
 
 @pytest.mark.parametrize("template", [QWEN3, KIMI])
