@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from uuid import UUID
 
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, FlowRunFilter, FlowRunFilterId
 
 from eyas.config import RunConfig
 from eyas.errors import ServerError
+from eyas.operate.tables import Table
 from flows.pipeline import pipeline
 from tests.prefect.paper import DATASETS, Paper, config_with
 
@@ -134,3 +136,18 @@ async def test_until_stops_after_a_phase_and_a_later_run_goes_on(paper: Paper, r
     await run_pipeline(run)
     assert set(paper.made) == ALL_MADE
     assert set(paper.made.values()) == {1}
+
+
+async def test_every_artifact_is_there_readable_and_says_its_value(paper: Paper, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = [Table("lengths", "response median 7", [{"dataset": "B1_glaive", "p90": 9}])]
+    monkeypatch.setattr("tasks.publish.changed_tables", lambda run, seen: tables)
+    state = await run_pipeline(run)
+    wanted = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[state.state_details.flow_run_id]))
+    async with get_client() as client:
+        found = {item.key.removeprefix("paper-"): item for item in await client.read_artifacts(artifact_filter=wanted)}
+    assert {"plan", "datasets", "lengths", "report", "generate-b1-glaive", "generate-b2-code"} <= found.keys()
+    assert all(item.description for item in found.values())
+    assert found["lengths"].description == "response median 7"
+    assert json.loads(found["lengths"].data) == tables[0].rows
+    assert "| priority | phase | state |" in found["plan"].data
+    assert [row["dataset"] for row in json.loads(found["datasets"].data)] == list(DATASETS)
