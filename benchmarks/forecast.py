@@ -29,25 +29,25 @@ def run_once(
     seed: int,
     *,
     scale: float,
-    drift: float = 0.0,
     speed: Callable[[float], float] = lambda share: 1.0,
     shock_at: float = 0.0,
+    context_cost: float = 0.0,
 ) -> list[Row]:
     """One simulated run and the time left that was forecast at each checkpoint, or hours after `shock_at` (share done)."""
-    works = reference_work(np.random.default_rng(seed), scale=scale, drift=drift)
+    works = reference_work(np.random.default_rng(seed), scale=scale)
     total = sum(len(work.lengths) for work in works)
     samples = {id(work): LengthSample(work.cap) for work in works}
     curve, guesses = RateCurve(), []
     rng = np.random.default_rng(seed + 1_000_000)
     shares, hours = ([], list(HOURS_AFTER)) if shock_at else (list(CHECKPOINTS), [])
     last_seconds, last_tokens, seconds, shock_s = 0.0, 0.0, 0.0, 0.0
-    for clock, work, number in simulate(works, by_scheduler, speed=speed):
+    for clock, work, number in simulate(works, by_scheduler, speed=speed, context_cost=context_cost):
         samples[id(work)].add(work.lengths[number], number)
         seconds = clock.seconds
         if clock.seconds - last_seconds >= 15.0:  # as the session measures: every 15 s, with 2 % of noise
             running = sum(len(work.flying) for work in works)
             measured = (clock.tokens - last_tokens) / (clock.seconds - last_seconds)
-            curve.add(clock.seconds, running, measured * (1 + 0.02 * rng.standard_normal()))
+            curve.add(clock.seconds, running, measured * (1 + 0.02 * rng.standard_normal()), clock.context)
             last_seconds, last_tokens = clock.seconds, clock.tokens
         where = None
         if shares and clock.num_done >= shares[0] * total:
@@ -70,7 +70,33 @@ def run_once(
 
 def _outlook(work: Work, sample: LengthSample, progress: float) -> DatasetOutlook:
     ages = [(progress - start, number) for number, start in work.flying.items()]
-    return DatasetOutlook(name=work.share.name, sample=sample, num_pending=work.share.num_pending, ages=ages)
+    return DatasetOutlook(
+        name=work.share.name, sample=sample, num_pending=work.share.num_pending, ages=ages, prompt_tokens=work.prompt_tokens
+    )
+
+
+def drifted_datasets(seed: int, *, scale: float, drift: float) -> list[tuple[float, float]]:
+    """(hours since a dataset's lengths changed, its forecast tokens left over the truth), for each that has hours to go."""
+    works = reference_work(np.random.default_rng(seed), scale=scale, drift=drift)
+    samples = {id(work): LengthSample(work.cap) for work in works}
+    changed_at: dict[int, float] = {}
+    asked: dict[int, list[float]] = {id(work): list(HOURS_AFTER) for work in works}
+    curve, found = RateCurve(), []
+    curve.add(0.0, LIMIT, rate(LIMIT))
+    for clock, work, number in simulate(works, by_scheduler):
+        key = id(work)
+        samples[key].add(work.lengths[number], number)
+        if work.next_index > len(work.lengths) // 2:
+            changed_at.setdefault(key, clock.seconds)
+        if key in changed_at and asked[key] and clock.seconds >= changed_at[key] + 3600 * asked[key][0]:
+            hours = asked[key].pop(0)
+            pending = work.lengths[work.next_index :]
+            flying = [work.lengths[other] - (clock.progress - start) for other, start in work.flying.items()]
+            if len(pending) > 500:  # with fewer the truth itself is mostly chance
+                guess = forecast([_outlook(each, samples[id(each)], clock.progress) for each in works], curve, LIMIT, seed=seed)
+                assert guess is not None
+                found.append((hours, guess.tokens_left_by_dataset[work.share.name] / (sum(pending) + sum(flying))))
+    return found
 
 
 def table(title: str, runs: list[list[Row]], *, is_after_shock: bool = False) -> None:
@@ -115,14 +141,23 @@ def main() -> None:
     print(f"peak {rate(LIMIT):.0f} tokens/s, scale {options.scale}")
     table("stationary", [run_once(seed, scale=options.scale) for seed in range(options.seeds)])
     few = max(10, options.seeds // 5)
+    cost = 1 / 8000
+    title = "a token takes 1 + context / 8,000 as long"
+    table(title, [run_once(seed, scale=options.scale, context_cost=cost) for seed in range(few)])
     shocks = [
-        ("warm-up: 30 % of the speed until 1 % is done", 0.01, 0.0, lambda share: 0.3 if share < 0.01 else 1.0),
-        ("half of the servers lost at 40 %", 0.4, 0.0, lambda share: 0.5 if share > 0.4 else 1.0),
-        ("lengths up by 25 % from each dataset's half, at 25 %", 0.25, 0.25, lambda share: 1.0),
+        ("warm-up: 30 % of the speed until 1 % is done", 0.01, lambda share: 0.3 if share < 0.01 else 1.0),
+        ("half of the servers lost at 40 %", 0.4, lambda share: 0.5 if share > 0.4 else 1.0),
     ]
-    for title, shock_at, drift, speed in shocks:
-        runs = [run_once(seed, scale=options.scale, drift=drift, speed=speed, shock_at=shock_at) for seed in range(few)]
+    for title, shock_at, speed in shocks:
+        runs = [run_once(seed, scale=options.scale, speed=speed, shock_at=shock_at) for seed in range(few)]
         table(title, runs, is_after_shock=True)
+    print("\nlengths up by 25 % from each dataset's half on: tokens left of that dataset, hours after its half")
+    print("| hours after | datasets | median abs error | mean error |\n|---|---|---|---|")
+    ratios = [pair for seed in range(few) for pair in drifted_datasets(seed, scale=options.scale, drift=0.25)]
+    for hours in HOURS_AFTER:
+        values = np.array([ratio for at, ratio in ratios if at == hours])
+        if len(values):
+            print(f"| {hours:g} | {len(values)} | {np.median(np.abs(values - 1)):.1%} | {np.mean(values - 1):+.1%} |")
 
 
 if __name__ == "__main__":

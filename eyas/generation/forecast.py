@@ -25,6 +25,8 @@ CONCENTRATION = 4.0  # replies' worth of trust in the log-normal tail, at every 
 POOLED_REPLIES = 8.0  # replies' worth of trust in the pooled shape
 BLOCK = 256
 DRIFT_Z = 4.0
+MIN_LOOKS = 20  # measurements of a context before it counts
+ODD_LOOKS = 10  # measurements in a row that their contexts do not explain, before all are forgotten
 _FIRST_GUESS = (6.0, 1.2)  # log-normal of the reference run's replies: median 403 … mean 829, before the first sample
 
 
@@ -106,41 +108,78 @@ class DatasetOutlook:
     sample: LengthSample
     num_pending: int
     ages: Sequence[tuple[float, int]] = ()
+    prompt_tokens: float = 0.0
+    """Mean prompt, in tokens."""
 
 
 class RateCurve:
-    """Tokens per second as a function of running requests, from measurements: R(n) = peak · (1 − exp(−n / scale)).
+    """Tokens per second as measured: R(n, c) = peak · (1 − exp(−n / scale)) / (1 + slope · c), n running of mean context c.
 
-    `scale` is fitted to all levels seen (ramp-up shows the low ones); the peak follows the last `window_s` seconds.
+    `scale` is fitted to all levels seen (ramp-up shows the low ones), `slope` to the contexts seen at full load; the
+    peak at today's context follows the last `window_s` seconds, prefill included.
     """
 
     def __init__(self, *, window_s: float = 1800.0) -> None:
         self._window_s = window_s
-        self._recent: list[tuple[float, float, float]] = []
+        self._recent: list[tuple[float, float, float, float]] = []
         self._levels: dict[int, tuple[float, int]] = {}
+        self._contexts: dict[int, tuple[float, float, int]] = {}
+        self._most_running = 0.0
+        self._num_odd = 0
 
-    def add(self, time_s: float, running: float, tokens_per_s: float) -> None:
-        """One measurement over some seconds; those with nothing running are left out."""
+    def add(self, time_s: float, running: float, tokens_per_s: float, context: float = 0.0) -> None:
+        """One measurement over some seconds, `context` in tokens a request; those with nothing running are left out."""
         if running < 0.5 or tokens_per_s <= 0:
             return
-        self._recent.append((time_s, running, tokens_per_s))
+        self._recent.append((time_s, running, tokens_per_s, context))
         while self._recent[0][0] < time_s - self._window_s:
             self._recent.pop(0)
         level = round(4 * math.log2(running))
         mean, count = self._levels.get(level, (0.0, 0))
         count = min(count + 1, 200)
         self._levels[level] = (mean + (tokens_per_s - mean) / count, count)
+        self._most_running = max(self._most_running, running)
+        if context > 0 and running >= 0.9 * self._most_running:
+            self._learn_context(context, 1 / tokens_per_s)
 
     @property
     def is_known(self) -> bool:
         return bool(self._recent)
 
     def fit(self) -> tuple[float, float, float]:
-        """(peak tokens/s, scale in requests, relative standard error of the peak)."""
+        """(peak tokens/s at today's context, scale in requests, relative standard error of the peak)."""
         scale = self._scale()
-        peaks = np.array([rate / (1 - math.exp(-running / scale)) for _, running, rate in self._recent])
+        peaks = np.array([rate / (1 - math.exp(-running / scale)) for _, running, rate, _ in self._recent])
         error = float(peaks.std() / peaks.mean() / math.sqrt(max(1.0, len(peaks) / 10)))  # neighbours are correlated
         return float(np.median(peaks)), scale, max(0.003, error)
+
+    def slowdown(self, context: float) -> float:
+        """Seconds a token at a mean `context`, relative to today's."""
+        slope = self._slope()
+        today = float(np.median([item[3] for item in self._recent]))
+        return (1 + slope * context) / (1 + slope * today) if slope and today else 1.0
+
+    def _learn_context(self, context: float, token_s: float) -> None:
+        bucket = round(8 * math.log2(context))
+        _, mean, count = self._contexts.get(bucket, (0.0, 0.0, 0))
+        if count >= MIN_LOOKS:
+            self._num_odd = 0 if 0.8 < token_s / mean < 1.25 else self._num_odd + 1
+            if self._num_odd >= ODD_LOOKS:  # other servers now: what was measured before says nothing of them
+                self._contexts.clear()
+                mean, count, self._num_odd = 0.0, 0, 0
+        count = min(count + 1, 1000)
+        self._contexts[bucket] = (2 ** (bucket / 8), mean + (token_s - mean) / count, count)
+
+    def _slope(self) -> float:
+        """Least squares of seconds a token over the contexts seen; 0 where they are too alike, or speak against it."""
+        seen = np.array([row for row in self._contexts.values() if row[2] >= MIN_LOOKS])
+        if len(seen) < 3 or seen[:, 0].max() < 1.3 * seen[:, 0].min():
+            return 0.0
+        contexts, seconds, weights = seen.T
+        centre, level = np.average(contexts, weights=weights), np.average(seconds, weights=weights)
+        slope = (weights * (contexts - centre) * (seconds - level)).sum() / (weights * (contexts - centre) ** 2).sum()
+        intercept = level - slope * centre
+        return float(slope / intercept) if slope > 0 and intercept > 0 else 0.0
 
     def _scale(self) -> float:
         running = np.array([2 ** (level / 4) for level in self._levels])
@@ -186,7 +225,7 @@ def forecast(datasets: Sequence[DatasetOutlook], rate: RateCurve, capacity: int,
         return None
     rng = np.random.default_rng(seed)
     pooled = _pooled_shape(datasets)
-    left, means, by_dataset, residuals = np.zeros(NUM_DRAWS), {}, {}, []
+    left, weighted, means, by_dataset, residuals = np.zeros(NUM_DRAWS), np.zeros(NUM_DRAWS), {}, {}, []
     shortest: tuple[float, Floats, Floats] | None = None
     for dataset in datasets:
         lengths = dataset.sample.bins.lengths
@@ -200,11 +239,13 @@ def forecast(datasets: Sequence[DatasetOutlook], rate: RateCurve, capacity: int,
         tokens = np.maximum(0.0, pending) + flying.sum(axis=1)
         by_dataset[dataset.name] = float(np.median(tokens))
         left += tokens
+        weighted += tokens * (dataset.prompt_tokens + density @ lengths**2 / (2 * mean))  # a token's mean context
         if dataset.num_pending and (shortest is None or mean.mean() < shortest[0]):
             shortest = (float(mean.mean()), density, lengths)
     peak, scale, error = rate.fit()
     peaks = peak * np.exp(error * rng.standard_normal(NUM_DRAWS))
     drain = _last_requests(np.concatenate(residuals, axis=1), shortest, capacity, rng)  # [draws, last in flight]
+    peaks = peaks / rate.slowdown(float(weighted.sum() / max(1.0, left.sum())))
     full_rate = peaks * (1 - math.exp(-max(1, capacity) / scale))
     seconds = np.maximum(0.0, left - drain.sum(axis=1)) / full_rate + _drain_seconds(drain, peaks, scale)
     low, median, high = np.quantile(seconds, [0.1, 0.5, 0.9])

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eyas.errors import ArtifactError
@@ -61,6 +62,7 @@ class PromptTable:
         if not np.all(self._heads[:-1] <= self._heads[1:]):
             raise ArtifactError(f"{path} does not stand in ascending order of id; run phase 'prepare' again")
         self.states = np.zeros(num_rows, dtype=np.uint8)
+        pa.default_memory_pool().release_unused()  # 30 MB of buffers that would stay for days
 
     def __len__(self) -> int:
         return len(self.states)

@@ -36,6 +36,11 @@ class LengthStatistics:
         """Mean answer in tokens, 0.0 before the first."""
         return self.num_tokens / self.count if self.count else 0.0
 
+    @property
+    def mean_prompt(self) -> float:
+        """Mean prompt of the accepted replies in tokens, 0.0 before the first."""
+        return self.num_prompt_tokens / self.count if self.count else 0.0
+
     def add_entry(self, entry: dict[str, Any]) -> None:
         """Count one line of the journal."""
         length = len(entry["output_ids"])

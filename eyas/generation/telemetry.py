@@ -67,7 +67,7 @@ class Telemetry:
         running = sum(_running(server) for server in self._pool.servers)
         self.tokens_per_s = self._measure(elapsed_s, running, moment)
         if not pauses:
-            self._curve.add(moment, running, self.tokens_per_s)
+            self._curve.add(moment, running, self.tokens_per_s, self._context(datasets))
         servers = [_look_at(server) for server in self._pool.servers]
         snapshot = Snapshot(
             seconds=moment,
@@ -110,11 +110,24 @@ class Telemetry:
             return grown / elapsed_s
         return running / self._token_s if self._token_s else 0.0
 
+    def _context(self, datasets: Sequence[DatasetRun]) -> float:
+        """Mean context of the requests in flight, prompt included, in tokens; 0 where there is none."""
+        contexts = [age + dataset.lengths.mean_prompt for dataset in datasets for age, _ in self._ages(dataset)]
+        return sum(contexts) / len(contexts) if contexts else 0.0
+
+    def _ages(self, dataset: DatasetRun) -> list[tuple[float, int]]:
+        """(tokens so far, start number) of the requests in flight."""
+        moment, token_s = time.monotonic(), self._token_s or 0.05
+        return [(max(0.0, (moment - start - self._lead_s) / token_s), number) for start, number in dataset.flying.values()]
+
     def _outlook(self, dataset: DatasetRun) -> DatasetOutlook:
-        moment = time.monotonic()
-        token_s = self._token_s or 0.05
-        ages = [(max(0.0, (moment - start - self._lead_s) / token_s), number) for start, number in dataset.flying.values()]
-        return DatasetOutlook(name=dataset.name, sample=dataset.sample.copy(), num_pending=dataset.share.num_pending, ages=ages)
+        return DatasetOutlook(
+            name=dataset.name,
+            sample=dataset.sample.copy(),
+            num_pending=dataset.share.num_pending,
+            ages=self._ages(dataset),
+            prompt_tokens=dataset.lengths.mean_prompt,
+        )
 
     def _write_servers(self) -> None:
         rows = [

@@ -82,6 +82,46 @@ def test_the_rate_curve_finds_peak_and_saturation() -> None:
     assert error < 0.05
 
 
+def test_the_cost_of_context_is_found_and_other_servers_are_not_taken_for_it() -> None:
+    """A token at context c takes 1 + c / 4,000 times as long; half-way the servers become half as fast."""
+    curve, rng = RateCurve(), random.Random(0)
+    for look in range(2000):
+        context = 1000 + 2000 * (look % 500) / 500
+        speed = 1.0 if look < 1200 else 0.5
+        curve.add(15.0 * look, 64, speed * 1350 / (1 + context / 4000) * rng.uniform(0.98, 1.02), context)
+        if look in (1100, 1999):
+            recent = [item[3] for item in curve._recent]
+            today = sorted(recent)[len(recent) // 2]
+            for future in (500, 2000, 6000):
+                assert curve.slowdown(future) == pytest.approx((1 + future / 4000) / (1 + today / 4000), rel=0.05)
+
+
+@pytest.mark.parametrize("contexts", [(0, 0), (1000, 1200), (1000, 3000)])
+def test_without_a_cost_or_a_range_of_contexts_none_is_claimed(contexts: tuple[int, int]) -> None:
+    curve, rng = RateCurve(), random.Random(0)
+    for look in range(600):
+        curve.add(15.0 * look, 64, 1350 * rng.uniform(0.98, 1.02), rng.uniform(*contexts))
+    assert curve.slowdown(8000) == pytest.approx(1.0, abs=0.05)
+
+
+def test_longer_contexts_ahead_take_longer() -> None:
+    curve = RateCurve()
+    for look in range(600):
+        context = 1000 + 1000 * (look % 100) / 100
+        curve.add(float(look), 64, 1000 / (1 + context / 2000), context)
+    sample = LengthSample(200)
+    for number in range(400):
+        sample.add(100 + number % 3, number)
+    short, long = (
+        forecast([DatasetOutlook(name="a", sample=sample, num_pending=5000, prompt_tokens=prompt)], curve, 64)
+        for prompt in (1000, 7000)
+    )
+    assert short is not None
+    assert long is not None
+    wanted = (1 + 7050 / 2000) / (1 + 1050 / 2000)  # half an answer beside the prompt
+    assert long.median_s / short.median_s == pytest.approx(wanted, rel=0.05)
+
+
 @pytest.mark.parametrize("cap", [2, 20, 33, 100, 10_240])
 def test_every_length_has_one_bin_and_the_cap_its_own(cap: int) -> None:
     bins = LengthBins(cap)
