@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eyas.engine.config import EngineConfig
-from eyas.engine.launch import make_pool
+from eyas.engine.launch import make_pool, set_threads
 from eyas.engine.model import TargetModel, choose_dtype
 from eyas.engine.request import Request
 from eyas.engine.runner import TargetRunner
@@ -66,7 +66,7 @@ class Engine:
             max_queued=0,
             chunk_tokens=config.prefill_chunk_tokens,
             on_death=lambda error: os._exit(1),
-            prepare=lambda: torch.set_num_threads(os.cpu_count() or 1),
+            prepare=lambda: set_threads(0),
         )
         self.scheduler.start()
 

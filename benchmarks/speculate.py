@@ -54,15 +54,8 @@ def rows_of(batch: int, queries: int, start: int) -> Step:
     width = (start + queries) // PAGE + 1
     positions = np.repeat(np.arange(start, start + queries)[None], batch, 0)
     tables = [list(range(index * width, (index + 1) * width)) for index in range(batch)]
-    flat = torch.from_numpy(positions.reshape(-1))
-    pages = torch.tensor([table[p // PAGE] for table, row in zip(tables, positions.tolist(), strict=True) for p in row])
     return Step(
-        token_ids=torch.randint(100, 1000, flat.shape),
-        positions=flat,
-        pages=pages,
-        offsets=flat % PAGE,
-        num_decoding=len(flat),
-        plan=DecodePlan(tables, positions),
+        token_ids=torch.randint(100, 1000, (batch * queries,)), num_decoding=batch * queries, plan=DecodePlan(tables, positions)
     )
 
 

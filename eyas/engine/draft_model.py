@@ -18,6 +18,7 @@ from eyas.draft.export import load_export
 from eyas.draft.spec import DraftSpec
 from eyas.engine.linear import Linear
 from eyas.engine.model import Attention, Mlp, Rotary, Step, TargetModel
+from eyas.engine.pages import LayerCache
 from eyas.errors import ConfigError
 from eyas.target.spec import TargetSpec
 
@@ -35,14 +36,6 @@ class DraftModel:
         self._input_norm = source.take("midlayer.input_layernorm.weight")
         self._hidden_norm = source.take("midlayer.hidden_norm.weight")
         self._output_norm = source.take("midlayer.post_attention_layernorm.weight")
-        self._attention = Attention(
-            source,
-            "midlayer.self_attn.",
-            num_heads=spec.num_heads,
-            num_kv=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            eps=spec.rms_norm_eps,
-        )
         self._mlp = Mlp(source, "midlayer.mlp.")
         self._norm = source.take("norm.weight")
         self._lm_head = Linear(source.take("lm_head.weight"))
@@ -55,13 +48,20 @@ class DraftModel:
             max_position_embeddings=spec.context_length,
             rope_parameters=rope,
         )
-        self._rotary = Rotary(config, spec.head_dim, target.spec.context_length, target.dtype)
+        self._attention = Attention(
+            source,
+            "midlayer.self_attn.",
+            Rotary(config, spec.head_dim, target.spec.context_length),
+            num_kv=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            eps=spec.rms_norm_eps,
+        )
 
     def fuse(self, aux: Tensor) -> Tensor:
         """g [N, H] of the target's auxiliary states [N, 3H]."""
         return self._fc(aux)
 
-    def forward(self, step: Step, states: Tensor, cache: Tensor) -> Tensor:
+    def forward(self, step: Step, states: Tensor, cache: LayerCache) -> Tensor:
         """Run the layer at the rows of `step` with `states` [N, H] → the states before `norm` [N, H]."""
         spec = self.spec
         shape = (spec.hidden_size,)
@@ -73,7 +73,7 @@ class DraftModel:
             ],
             dim=-1,
         )  # [N, 2H]
-        hidden = self._attention(mixed, states, self._rotary.rows(step.positions), cache, step)
+        hidden = self._attention(mixed, states, cache, step)
         return self._mlp(functional.rms_norm(hidden, shape, self._output_norm, spec.rms_norm_eps), hidden)
 
     def propose(self, states: Tensor) -> Tensor:

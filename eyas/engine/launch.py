@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numba
 import psutil
 import torch
 import uvicorn
@@ -67,6 +68,7 @@ def build_service(launch: Launch) -> Service:
         check_supported(spec)
         dtype = choose_dtype(config.dtype)
         model = TargetModel(spec, dtype)
+        model.warm_up()
         kv_heads = [spec.num_kv_heads] * spec.num_layers
         args["dtype"] = str(dtype).removeprefix("torch.")
         if launch.draft_dir is None:
@@ -90,7 +92,7 @@ def build_service(launch: Launch) -> Service:
         max_queued=config.max_queued_requests,
         chunk_tokens=config.prefill_chunk_tokens,
         on_death=lambda error: os._exit(1),  # as a real server: the port closes, clients see a reset
-        prepare=lambda: torch.set_num_threads(config.threads or os.cpu_count() or 1),
+        prepare=lambda: set_threads(config.threads),
     )
     scheduler.start()
     return Service(
@@ -102,6 +104,13 @@ def build_service(launch: Launch) -> Service:
         server_args=args,
         api_key=launch.api_key,
     )
+
+
+def set_threads(count: int) -> None:
+    """Let this thread's torch and compiled kernels use `count` threads; 0 takes every core."""
+    cores = os.cpu_count() or 1
+    torch.set_num_threads(count or cores)
+    numba.set_num_threads(min(count or cores, numba.get_num_threads()))
 
 
 def make_pool(spec: TargetSpec, config: EngineConfig, dtype: torch.dtype, kv_heads: list[int]) -> PagePool:

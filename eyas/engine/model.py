@@ -9,12 +9,12 @@ and norms of q, k, tied or untied head. Anything else is refused by name.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -22,8 +22,9 @@ from torch.nn import functional
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from eyas.engine.attention import DecodePlan, PromptSpan, attend_pages, attend_prompt
+from eyas.engine.attention import DecodePlan, Heads, PromptSpan
 from eyas.engine.linear import Linear
+from eyas.engine.pages import LayerCache
 from eyas.errors import ConfigError
 from eyas.files import read_json
 from eyas.target.spec import TargetSpec
@@ -38,9 +39,6 @@ class Step:
     """The rows of one forward pass: `num_decoding` rows under `plan`, then the pieces of prompts in `spans`."""
 
     token_ids: Tensor  # [N] int64
-    positions: Tensor  # [N] int64
-    pages: Tensor  # [N] int64, page into which a row's key and value go
-    offsets: Tensor  # [N] int64, place inside that page
     num_decoding: int = 0
     plan: DecodePlan | None = None
     spans: list[PromptSpan] = field(default_factory=list)
@@ -57,62 +55,39 @@ class TensorSource(Protocol):
 
 
 class Rotary:
-    """Tables of cosines and signed sines for the positions of one model; queries are scaled by 1/sqrt(D) on the way."""
+    """Cosines and sines [positions, D/2] float32 for the positions of one model."""
 
-    def __init__(self, config: PretrainedConfig, head_dim: int, num_positions: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: PretrainedConfig, head_dim: int, num_positions: int) -> None:
         frequencies, factor = _rope_frequencies(config, head_dim)
         angles = torch.arange(num_positions + _POSITIONS_BEYOND, dtype=torch.float32)[:, None] * frequencies.float()
-        self.cos = (torch.cat([angles.cos()] * 2, -1) * factor).to(dtype)  # [positions, D]
-        sin = angles.sin() * factor
-        self.sin = torch.cat([-sin, sin], -1).to(dtype)
-
-    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, signed sin), each [N, 1, D], for `positions` [N]."""
-        return self.cos[positions][:, None], self.sin[positions][:, None]
-
-
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding of `x` [N, heads, D]; the sine's sign stands in its table."""
-    cos, sin = rotary
-    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, -1), sin)
+        self.cos = (angles.cos() * factor).numpy()
+        self.sin = (angles.sin() * factor).numpy()
 
 
 class Attention:
     """Self-attention of one layer: fused q, k, v product, rotary positions, cache write, output product with residual."""
 
-    def __init__(self, tensors: TensorSource, prefix: str, *, num_heads: int, num_kv: int, head_dim: int, eps: float) -> None:
-        self.num_heads, self.num_kv, self.head_dim, self.eps = num_heads, num_kv, head_dim, eps
+    def __init__(self, tensors: TensorSource, prefix: str, rotary: Rotary, *, num_kv: int, head_dim: int, eps: float) -> None:
         names = [f"{prefix}{name}_proj" for name in "qkv"]
         biases = [tensors.optional(f"{name}.bias") for name in names]
         bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
         self.qkv = Linear(torch.cat([tensors.take(f"{name}.weight") for name in names]), bias)
         self.out = Linear(tensors.take(f"{prefix}o_proj.weight"), tensors.optional(f"{prefix}o_proj.bias"))
-        self.q_norm = tensors.optional(f"{prefix}q_norm.weight")
-        self.k_norm = tensors.optional(f"{prefix}k_norm.weight")
-        self.scale = 1.0 / math.sqrt(head_dim)
+        norms = [tensors.optional(f"{prefix}{name}_norm.weight") for name in "qk"]
+        arrays = [torch.empty(0).numpy() if norm is None else norm.float().numpy() for norm in norms]
+        self._heads = Heads(
+            num_kv=num_kv, head_dim=head_dim, cos=rotary.cos, sin=rotary.sin, q_norm=arrays[0], k_norm=arrays[1], eps=eps
+        )
 
-    def __call__(self, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, step: Step) -> Tensor:
-        """`x` [N, in], `residual` [N, H], `cache` [2, pages, kv, 64, D] → residual + attention, [N, H]."""
-        num_rows = x.shape[0]
-        qkv = self.qkv(x).view(num_rows, -1, self.head_dim)
-        heads, kv = self.num_heads, self.num_kv
-        if self.q_norm is None or self.k_norm is None:
-            turned = rotate(qkv[:, : heads + kv], rotary)
-            q, k = turned[:, :heads], turned[:, heads:]
-        else:
-            q = rotate(functional.rms_norm(qkv[:, :heads], (self.head_dim,), self.q_norm, self.eps), rotary)
-            k = rotate(functional.rms_norm(qkv[:, heads : heads + kv], (self.head_dim,), self.k_norm, self.eps), rotary)
-        q = q * self.scale
-        v = qkv[:, heads + kv :]
-        cache[:, step.pages, :, step.offsets] = torch.stack((k, v), 1)
+    def __call__(self, x: Tensor, residual: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        """`x` [N, in], `residual` [N, H] → residual + attention, [N, H]; writes the rows' keys and values to `cache`."""
+        qkv = self.qkv(x)  # [N, (heads + 2 kv) * D]
         parts = []
         if step.plan is not None:
-            parts.append(attend_pages(q[: step.num_decoding], cache, step.plan))
+            parts.append(self._heads.attend(qkv[: step.num_decoding], cache, step.plan))
         for span in step.spans:
-            rows = slice(span.start, span.stop)
-            parts.append(attend_prompt(q[rows], k[rows], v[rows], cache, span))
-        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.out.plus(mixed, residual)
+            parts.append(self._heads.attend_prompt(qkv[span.start : span.stop], cache, span))
+        return self.out.plus(parts[0] if len(parts) == 1 else torch.cat(parts), residual)
 
 
 class Mlp:
@@ -135,12 +110,13 @@ class TargetModel:
         tensors = Weights(spec.folder, dtype)
         self.embed_tokens = tensors.take("model.embed_tokens.weight")  # [V, H]
         self.layers = []
+        rotary = Rotary(config, spec.head_dim, spec.context_length)
         for index in range(spec.num_layers):
             prefix = f"model.layers.{index}."
             attention = Attention(
                 tensors,
                 f"{prefix}self_attn.",
-                num_heads=spec.num_heads,
+                rotary,
                 num_kv=spec.num_kv_heads,
                 head_dim=spec.head_dim,
                 eps=self.eps,
@@ -150,16 +126,26 @@ class TargetModel:
         self.norm = tensors.take("model.norm.weight")
         self.lm_head = Linear(self.embed_tokens if spec.tie_word_embeddings else tensors.take("lm_head.weight"))
         tensors.check_all_taken(ignored={"lm_head.weight"} if spec.tie_word_embeddings else set())
-        self.rotary = Rotary(config, spec.head_dim, spec.context_length, dtype)
 
-    def forward(self, step: Step, caches: list[Tensor], *, wants_aux: bool = False) -> tuple[Tensor, Tensor | None]:
+    def warm_up(self) -> None:
+        """Run one prompt token and one decoded token, so that everything is compiled before the first request."""
+        cache = LayerCache(1, self.spec.num_kv_heads, self.spec.head_dim, self.dtype)
+        span = PromptSpan(start=0, stop=1, num_cached=0, pages=np.zeros(1, dtype=np.int64))
+        plan = DecodePlan([[0]], np.ones((1, 1), dtype=np.int64))
+        with torch.inference_mode():
+            for step in (
+                Step(token_ids=torch.tensor([0]), spans=[span]),
+                Step(token_ids=torch.tensor([0]), num_decoding=1, plan=plan),
+            ):
+                self.lm_head(self.forward(step, [cache] * self.spec.num_layers)[0])
+
+    def forward(self, step: Step, caches: list[LayerCache], *, wants_aux: bool = False) -> tuple[Tensor, Tensor | None]:
         """Run `step` over `caches` (one per layer) → final state [N, H], auxiliary states [N, 3H] or None."""
         hidden = functional.embedding(step.token_ids, self.embed_tokens)
-        rotary = self.rotary.rows(step.positions)
         shape = (self.spec.hidden_size,)
         aux = []
         for index, (input_norm, attention, output_norm, mlp) in enumerate(self.layers):
-            hidden = attention(functional.rms_norm(hidden, shape, input_norm, self.eps), hidden, rotary, caches[index], step)
+            hidden = attention(functional.rms_norm(hidden, shape, input_norm, self.eps), hidden, caches[index], step)
             hidden = mlp(functional.rms_norm(hidden, shape, output_norm, self.eps), hidden)
             if wants_aux and index in self.spec.aux_blocks:
                 aux.append(hidden)

@@ -1,8 +1,7 @@
 """The KV cache: fixed pages of 64 tokens in one pool, handed out lowest number first.
 
-Every layer keeps its keys and values as [2, pages, kv heads, 64, head dim], so that attention over all
-pages of a batch is one batched matrix product over a plain slice of the pool: no gathering copies and at
-most 63 positions wasted per request. Pages that hold a full, aligned piece of a *prompt* are remembered by
+A page of a layer keeps its keys as [kv heads, head dim, 64], its values as [kv heads, 64, head dim] (see `kernels`); at
+most 63 positions are wasted per request. Pages that hold a full, aligned piece of a *prompt* are remembered by
 the digest of all tokens up to their end; another prompt with the same head copies them (0.1 ms a page,
 against 30 ms to compute it) for as long as nothing has overwritten them.
 """
@@ -13,9 +12,37 @@ import hashlib
 import heapq
 from array import array
 
+import numpy as np
 import torch
+from torch import Tensor
 
-PAGE = 64
+from eyas.engine.kernels import PAGE as PAGE
+
+
+def as_array(x: Tensor) -> np.ndarray:
+    """`x` as numpy sees it, sharing memory; bfloat16 as the uint16 of its bits."""
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+
+
+class LayerCache:
+    """Keys and values of one layer over all pages, as one tensor and as the arrays that `kernels` reads and writes."""
+
+    def __init__(self, num_pages: int, num_kv: int, head_dim: int, dtype: torch.dtype) -> None:
+        # zeros are committed by the kernel page by page, on first use
+        self._tensor = torch.zeros(2, num_pages, num_kv, PAGE * head_dim, dtype=dtype)
+        self._keys = self._tensor[0].view(num_pages, num_kv, head_dim, PAGE)
+        self._values = self._tensor[1].view(num_pages, num_kv, PAGE, head_dim)
+        self.keys, self.values = as_array(self._keys), as_array(self._values)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy pages `source` [n] into pages `target` [n]."""
+        self._tensor[:, target] = self._tensor[:, source]
+
+    def rows(self, pages: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
+        """The first `count` keys and values of `pages` in order, each [kv, count, D]."""
+        index = torch.from_numpy(pages)
+        keys = self._keys[index].permute(1, 0, 3, 2).contiguous().flatten(1, 2)  # a view would change the product's path
+        return keys[:, :count], self._values[index].transpose(0, 1).contiguous().flatten(1, 2)[:, :count]
 
 
 class PagePool:
@@ -23,8 +50,7 @@ class PagePool:
 
     def __init__(self, *, kv_heads: list[int], num_pages: int, head_dim: int, dtype: torch.dtype) -> None:
         self.num_pages = num_pages
-        # zeros are committed by the kernel page by page, on first use
-        self.layers = [torch.zeros(2, num_pages, num_heads, PAGE, head_dim, dtype=dtype) for num_heads in kv_heads]
+        self.layers = [LayerCache(num_pages, num_kv, head_dim, dtype) for num_kv in kv_heads]
         self._free = list(range(num_pages))  # a heap: low numbers first keep the used part of the pool short
         self._page_of_prefix: dict[bytes, int] = {}
         self._prefix_of_page: dict[int, bytes] = {}
@@ -52,7 +78,7 @@ class PagePool:
             return
         source, target = torch.tensor(sources), torch.tensor(taken[: len(sources)])
         for layer in self.layers:
-            layer[:, target] = layer[:, source]
+            layer.copy(source, target)
         self.remember(keys[: len(sources)], taken)
 
     def find_prefix(self, keys: list[bytes]) -> list[int]:

@@ -81,34 +81,17 @@ class TargetRunner:
         num_queries = len(inputs[0]) if inputs else 0
         starts = np.array([request.num_tokens - 1 for request in decoding], dtype=np.int64)
         positions = starts[:, None] + np.arange(num_queries)  # [B, Q]
-        plan = DecodePlan([request.pages for request in decoding], positions) if decoding else None
         tokens = [token for row in inputs for token in row]
-        where = [positions.reshape(-1)]
-        tables = [
-            np.array([request.pages[p // PAGE] for request, row in zip(decoding, positions.tolist(), strict=True) for p in row])
-        ]
         spans = []
         for request, count in pieces:
             first, last = request.num_computed, request.num_computed + count
-            spans.append(
-                PromptSpan(
-                    start=len(tokens),
-                    stop=len(tokens) + count,
-                    num_cached=first,
-                    pages=torch.tensor(request.pages[: (last - 1) // PAGE + 1]),
-                )
-            )
+            pages = np.array(request.pages[: (last - 1) // PAGE + 1], dtype=np.int64)
+            spans.append(PromptSpan(start=len(tokens), stop=len(tokens) + count, num_cached=first, pages=pages))
             tokens.extend(request.prompt_ids[first:last])
-            where.append(np.arange(first, last))
-            tables.append(np.array(request.pages)[where[-1] // PAGE])
-        position = torch.from_numpy(np.concatenate(where))
         return Step(
             token_ids=torch.tensor(tokens),
-            positions=position,
-            pages=torch.from_numpy(np.concatenate(tables).astype(np.int64)),
-            offsets=position % PAGE,
             num_decoding=len(decoding) * num_queries,
-            plan=plan,
+            plan=DecodePlan([request.pages for request in decoding], positions) if decoding else None,
             spans=spans,
         )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from eyas.engine.attention import DecodePlan
 from eyas.engine.draft_model import DraftModel
 from eyas.engine.model import Step, TargetModel
-from eyas.engine.pages import PAGE, PagePool
+from eyas.engine.pages import PagePool
 from eyas.engine.request import Request
 from eyas.engine.runner import TargetRunner, gather_logprobs
 from eyas.engine.sampling import apply_rules, draw, filtered_probs, uniform
@@ -118,14 +118,5 @@ class SpeculativeRunner(TargetRunner):
             request.drafts = drafts
 
     def _chain_step(self, owners: list[Request], places: np.ndarray, tokens: Tensor) -> Step:
-        positions = torch.from_numpy(places)
         plan = DecodePlan([request.pages for request in owners], places[:, None])
-        pages = [request.pages[place // PAGE] for request, place in zip(owners, places.tolist(), strict=True)]
-        return Step(
-            token_ids=tokens,
-            positions=positions,
-            pages=torch.tensor(pages),
-            offsets=positions % PAGE,
-            num_decoding=len(owners),
-            plan=plan,
-        )
+        return Step(token_ids=tokens, num_decoding=len(owners), plan=plan)

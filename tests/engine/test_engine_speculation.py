@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from eyas.engine.model import Rotary, rotate
+from eyas.engine.model import Rotary
 from eyas.engine.request import Request
 from eyas.engine.sampling import SamplingParams
 from eyas.errors import ConfigError
@@ -32,7 +32,7 @@ def slow_chain(spec: TargetSpec, folder: Path, ids: list[int], num_drafts: int) 
     # hidden_states[k + 1] is the output of block k
     aux = torch.cat([hidden[k + 1][0] for k in (1, spec.num_layers // 2 - 1, spec.num_layers - 4)], -1)
     heads, kv, d, eps = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"], config["rms_norm_eps"]
-    rotary = Rotary(model.config, d, 1024, torch.float32)
+    rotary = Rotary(model.config, d, 1024)
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w[name]
@@ -48,8 +48,11 @@ def slow_chain(spec: TargetSpec, folder: Path, ids: list[int], num_drafts: int) 
             ]
         )
         q, k, v = ((w[f"midlayer.self_attn.{n}_proj.weight"] @ x).view(-1, d) for n in "qkv")
-        rows = rotary.rows(torch.tensor([position]))
-        q, k = rotate(q[None], rows)[0], rotate(k[None], rows)[0]
+        cos, sin = torch.from_numpy(rotary.cos[position]), torch.from_numpy(rotary.sin[position])
+        q, k = (
+            torch.cat([x[:, : d // 2] * cos - x[:, d // 2 :] * sin, x[:, d // 2 :] * cos + x[:, : d // 2] * sin], -1)
+            for x in (q, k)
+        )
         keys.append(k)
         values.append(v)
         outs = []

@@ -1,0 +1,224 @@
+"""What torch has no operation for, compiled by numba: rotary positions, cache writes and attention over pages in one pass.
+
+A decoding step of a small model is not bound by arithmetic but by the number of operations: with torch's own ones the attention
+of a layer takes about thirty, here one. A work item is (request, key head): it turns its queries and keys, writes the page, and
+attends page by page with a running softmax. A row's bits depend on its own request alone: not on what runs beside it, not on
+how many rows of the request are computed at once, so verifying drafts gives the very numbers that decoding gives.
+
+bf16 lives in arrays of uint16 (numpy has none); arithmetic is fp32. Keys lie transposed in their page, [D, 64], so that scores of
+64 keys are computed side by side; D is a multiple of 8. Compiled code is kept on disk by numba: the first start on a
+machine takes some 15 s longer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, prange, types
+from numba.extending import overload
+
+PAGE = 64
+"""Tokens of a page."""
+_LANES = PAGE // 4
+_MASKED = np.float32(-1e30)
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_LOG2E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504088896341), np.float32(0.693359375), np.float32(-2.12194440e-4)
+_LOWEST = np.float32(-87.0)
+_ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
+_ROUND_BITS = np.int32(0x4B400000)
+_P0, _P1, _P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+_P3, _P4, _P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+_inner = njit(cache=True, error_model="numpy", fastmath={"contract", "nnan", "ninf", "nsz"})  # sums keep their order
+_outer = njit(cache=True, error_model="numpy", nogil=True, parallel=True)
+
+
+@_outer
+def attend(
+    qkv: Any, cos: Any, sin: Any, keys: Any, values: Any, tables: Any, positions: Any, q_norm: Any, k_norm: Any, eps: Any,
+    scale: Any, out: Any,
+) -> None:  # fmt: skip
+    """Attention of decoding rows, after writing their keys and values to the cache.
+
+    Rows b*Q+i of `qkv` [B*Q, (heads + 2 kv) * D] stand at `positions` [B, Q] int64 (ascending) of request b, whose pages are
+    `tables` [B, W] int64. `cos`, `sin` [positions, D/2] float32; `keys` [pages, kv, D, 64], `values` [pages, kv, 64, D];
+    `q_norm`, `k_norm` [D] float32, or empty; `out` [B*Q, heads * D].
+    """
+    num_kv = keys.shape[1]
+    for index in prange(positions.shape[0] * num_kv):
+        _attend_item(
+            index // num_kv, index % num_kv, qkv, cos, sin, keys, values, tables, positions, q_norm, k_norm, eps, scale, out
+        )  # fmt: skip
+
+
+@_outer
+def turn(
+    qkv: Any, cos: Any, sin: Any, keys: Any, values: Any, pages: Any, first: int, q_norm: Any, k_norm: Any, eps: Any, scale: Any,
+    q: Any,
+) -> None:  # fmt: skip
+    """Keys and values of one request's consecutive rows from position `first` into its `pages` [W]; scaled queries into `q`.
+
+    Shapes as in `attend`; `q` [T, heads * D].
+    """
+    num_kv, dim = keys.shape[1], keys.shape[2]
+    for t in prange(qkv.shape[0]):
+        p = first + t
+        page = pages[p // PAGE]
+        turned = np.empty(dim, np.float32)
+        for h in range(num_kv):
+            _write(qkv[t], h, cos[p], sin[p], k_norm, eps, keys[page], values[page], p % PAGE)
+        for h in range(qkv.shape[1] // dim - 2 * num_kv):
+            _rotate(qkv[t], h * dim, cos[p], sin[p], q_norm, eps, scale, turned)
+            for d in range(dim):
+                q[t, h * dim + d] = _stored(turned[d], q[t, h * dim + d])
+
+
+def _load(x):  # type: ignore[no-untyped-def]  # numba wants the names of both signatures alike, without annotations
+    raise NotImplementedError("compiled only")
+
+
+def _stored(x, like):  # type: ignore[no-untyped-def]
+    raise NotImplementedError("compiled only")
+
+
+@overload(_load, inline="always")
+def _load_as(x):  # type: ignore[no-untyped-def]
+    """fp32 of an element of an array: of bf16 bits, or of itself."""
+    if isinstance(x, types.Integer):
+        return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+    return lambda x: x
+
+
+@overload(_stored, inline="always")
+def _stored_as(x, like):  # type: ignore[no-untyped-def]
+    """fp32 as an array with elements such as `like` keeps it: bf16 bits, rounded to nearest, ties to even; or itself."""
+    if isinstance(like, types.Integer):
+
+        def rounded(x, like):  # type: ignore[no-untyped-def]
+            bits = np.float32(x).view(np.uint32)
+            return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+        return rounded
+    return lambda x, like: x
+
+
+@_inner
+def _exp(x: Any) -> Any:
+    """exp(x) for x ≤ 0 to about 1 ulp, exactly 1 at 0 (Cephes' polynomial), without a call: loops of it become vector code."""
+    x = max(x, _LOWEST)
+    shifted = x * _LOG2E + _ROUND
+    n = shifted - _ROUND
+    f = x - n * _LN2_HIGH
+    f = f - n * _LN2_LOW
+    p = ((((_P0 * f + _P1) * f + _P2) * f + _P3) * f + _P4) * f + _P5
+    y = p * f * f + f + _ONE
+    power = np.int32(np.int32(np.float32(shifted).view(np.int32) - _ROUND_BITS) + np.int32(127)) << np.int32(23)
+    return y * np.int32(power).view(np.float32)
+
+
+@_inner
+def _rotate(row: Any, start: int, cos: Any, sin: Any, norm: Any, eps: Any, scale: Any, into: Any) -> None:
+    """`into` [D] = rotary(norm(row[start : start + D])) * scale."""
+    dim, half = into.shape[0], into.shape[0] // 2
+    for d in range(dim):
+        into[d] = _load(row[start + d])
+    if norm.shape[0]:
+        total = _ZERO
+        for d in range(dim):
+            total += into[d] * into[d]
+        factor = _ONE / np.sqrt(total / np.float32(dim) + eps)
+        for d in range(dim):
+            into[d] = into[d] * factor * norm[d]
+    for d in range(half):
+        a, b = into[d], into[d + half]
+        into[d] = (a * cos[d] - b * sin[d]) * scale
+        into[d + half] = (b * cos[d] + a * sin[d]) * scale
+
+
+@_inner
+def _write(row: Any, h: int, cos: Any, sin: Any, norm: Any, eps: Any, page_keys: Any, page_values: Any, place: int) -> None:
+    """Key and value of head `h` of one row into their place of a page [kv, D, 64], [kv, 64, D]."""
+    num_kv, dim = page_keys.shape[0], page_keys.shape[1]
+    heads = row.shape[0] // dim - 2 * num_kv
+    turned = np.empty(dim, np.float32)
+    _rotate(row, (heads + h) * dim, cos, sin, norm, eps, _ONE, turned)
+    for d in range(dim):
+        page_keys[h, d, place] = _stored(turned[d], page_keys[h, d, place])
+        page_values[h, place, d] = row[(heads + num_kv + h) * dim + d]
+
+
+@_inner
+def _attend_item(
+    b: int, h: int, qkv: Any, cos: Any, sin: Any, keys: Any, values: Any, tables: Any, positions: Any, q_norm: Any,
+    k_norm: Any, eps: Any, scale: Any, out: Any,
+) -> None:  # fmt: skip
+    """All rows of request `b` under key head `h`."""
+    num_queries, num_kv, dim = positions.shape[1], keys.shape[1], keys.shape[2]
+    groups = (qkv.shape[1] // dim - 2 * num_kv) // num_kv
+    num_rows = num_queries * groups
+    q, acc = np.empty((num_rows, dim), np.float32), np.zeros((num_rows, dim), np.float32)
+    states = np.zeros((num_rows, 2), np.float32)  # maximum and sum
+    s, lanes = np.empty(PAGE, np.float32), np.empty(_LANES, np.float32)
+    page_keys, page_values = np.empty((dim, PAGE), np.float32), np.empty((PAGE, dim), np.float32)
+    flat_keys, flat_values = page_keys.reshape(-1), page_values.reshape(-1)
+    for i in range(num_queries):
+        row, p = qkv[b * num_queries + i], positions[b, i]
+        page = tables[b, p // PAGE]
+        _write(row, h, cos[p], sin[p], k_norm, eps, keys[page], values[page], p % PAGE)
+        for g in range(groups):
+            _rotate(row, (h * groups + g) * dim, cos[p], sin[p], q_norm, eps, scale, q[i * groups + g])
+            states[i * groups + g, 0] = _MASKED
+    for w in range(positions[b, num_queries - 1] // PAGE + 1):
+        stored_keys, stored_values = keys[tables[b, w], h].reshape(-1), values[tables[b, w], h].reshape(-1)
+        for e in range(dim * PAGE):
+            flat_keys[e] = _load(stored_keys[e])
+        for e in range(dim * PAGE):
+            flat_values[e] = _load(stored_values[e])
+        for r in range(num_rows):
+            num_visible = min(positions[b, r // groups] - w * PAGE + 1, PAGE)
+            if num_visible > 0:
+                _attend_page(q[r], page_keys, page_values, num_visible, states[r], acc[r], s, lanes)
+    for r in range(num_rows):
+        column = (h * groups + r % groups) * dim
+        share = _ONE / states[r, 1]
+        for d in range(dim):
+            here = b * num_queries + r // groups, column + d
+            out[here] = _stored(acc[r, d] * share, out[here])
+
+
+@_inner
+def _attend_page(q: Any, keys: Any, values: Any, num_visible: int, state: Any, acc: Any, s: Any, lanes: Any) -> None:
+    """One row `q` [D] over a page's `keys` [D, 64] and `values` [64, D]; `state` (maximum, sum) and `acc` [D] are carried on."""
+    dim = q.shape[0]
+    for j in range(PAGE):
+        s[j] = _ZERO
+    for d in range(0, dim, 8):  # eight at once: the sums stay in registers for longer
+        q0, q1, q2, q3, q4, q5, q6, q7 = q[d], q[d + 1], q[d + 2], q[d + 3], q[d + 4], q[d + 5], q[d + 6], q[d + 7]
+        for j in range(PAGE):
+            low = q0 * keys[d, j] + q1 * keys[d + 1, j] + q2 * keys[d + 2, j] + q3 * keys[d + 3, j]
+            s[j] += low + (q4 * keys[d + 4, j] + q5 * keys[d + 5, j] + q6 * keys[d + 6, j] + q7 * keys[d + 7, j])
+    for j in range(num_visible, PAGE):
+        s[j] = _MASKED
+    for lane in range(_LANES):
+        lanes[lane] = max(max(s[lane], s[lane + _LANES]), max(s[lane + 2 * _LANES], s[lane + 3 * _LANES]))
+    top = state[0]
+    for lane in range(_LANES):
+        top = max(top, lanes[lane])
+    for j in range(PAGE):
+        s[j] = _exp(s[j] - top)
+    for j in range(num_visible, PAGE):
+        s[j] = _ZERO
+    for lane in range(_LANES):
+        lanes[lane] = (s[lane] + s[lane + _LANES]) + (s[lane + 2 * _LANES] + s[lane + 3 * _LANES])
+    total = _ZERO
+    for lane in range(_LANES):
+        total += lanes[lane]
+    faded = _exp(state[0] - top)
+    state[0], state[1] = top, state[1] * faded + total
+    for d in range(dim):
+        acc[d] *= faded
+    for j in range(0, num_visible, 8):  # at most seven rows of weight 0 at the end
+        p0, p1, p2, p3, p4, p5, p6, p7 = s[j], s[j + 1], s[j + 2], s[j + 3], s[j + 4], s[j + 5], s[j + 6], s[j + 7]
+        for d in range(dim):
+            low = p0 * values[j, d] + p1 * values[j + 1, d] + p2 * values[j + 2, d] + p3 * values[j + 3, d]
+            acc[d] += low + (p4 * values[j + 4, d] + p5 * values[j + 5, d] + p6 * values[j + 6, d] + p7 * values[j + 7, d])
