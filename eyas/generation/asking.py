@@ -54,6 +54,7 @@ class Record:
     max_new_tokens: int = 0
     was_dropped: bool = False
     last_error: str = ""
+    last_brief: str = ""
     last_reason: str = ""
 
     def note(self, error: EyasError, *, counts: bool) -> None:
@@ -61,6 +62,7 @@ class Record:
         self.num_tries += 1
         self.num_failed += counts
         self.last_error = f"{type(error).__name__}: {error}"
+        self.last_brief = brief(error)
         self.last_reason = getattr(error, "reason", "server_failed")
 
     @property
@@ -78,6 +80,11 @@ class Record:
             "started_at": self.started_at,
             "finished_at": clock(),
         }
+
+
+def brief(error: Exception) -> str:
+    """An error's kind and place for a log, without the server's words: some servers quote the request in them."""
+    return f"{type(error).__name__}: {str(error).partition(': ')[0]}"
 
 
 class Asker:
@@ -133,7 +140,7 @@ class Asker:
                 await self._pool.release(server)
             dataset.num_retries += 1
             del dataset.flying[prompt.id]
-            log.info("retry dataset=%s id=%s url=%s error=%s", dataset.name, prompt.id, server.url, record.last_error)
+            log.info("retry dataset=%s id=%s url=%s error=%s", dataset.name, prompt.id, server.url, record.last_brief)
             if record.num_failed >= self._config.generation.max_attempts:
                 raise RecordError(record.last_reason, f"{record.num_failed} attempts failed; the last: {record.last_error}")
             await asyncio.sleep(record.backoff_s)
@@ -159,7 +166,7 @@ class Asker:
             await self._pool.report_busy(server, error.retry_after_s or BUSY_RETRY_S)
             raise
         except ServerError as error:
-            await self._pool.report_failure(server, f"{type(error).__name__}: {error}")
+            await self._pool.report_failure(server, brief(error))
             raise
         finally:
             self._in_flight.remove(record.rid)

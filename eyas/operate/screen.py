@@ -136,6 +136,8 @@ def _datasets(datasets: list[DatasetStatus]) -> Table:
         columns[key] = [_figure(dataset.figures, f"tokens_{key}") for dataset in datasets]
     columns["cut"] = [_share(dataset.figures, "share_cut_by_length") for dataset in datasets]
     columns["reasoning"] = [_share(dataset.figures, "share_with_reasoning") for dataset in datasets]
+    columns["cached"] = [_share(dataset.figures, "share_cached_tokens") for dataset in datasets]
+    columns["gates"] = [str(dataset.figures.get("gates", "")) for dataset in datasets]
     shown = {name: values for name, values in columns.items() if any(value not in ("", "0", "0%") for value in values)}
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in shown:

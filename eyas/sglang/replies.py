@@ -241,7 +241,7 @@ def _checked_counts(parsed: _Body, request: GenerateRequest, where: str) -> list
     if parsed.output_ids is None:
         raise MalformedReply(f"{where} rid={request.rid}: no output_ids; is the server started with --skip-tokenizer-init?")
     output_ids = parsed.output_ids
-    if output_ids[:wanted] == request.input_ids and len(output_ids) != meta.completion_tokens:
+    if wanted > 1 and output_ids[:wanted] == request.input_ids:  # whatever they count: a rendered prompt is no answer
         raise PromptInOutput(f"{where} rid={request.rid}: output_ids begin with the prompt's {wanted} ids")
     if len(output_ids) != meta.completion_tokens:
         raise WrongCompletionCount(

@@ -91,6 +91,7 @@ REJECTS = {
     "truncated": "prompt_truncated",
     "grown": "prompt_grew",
     "prefix": "prompt_in_output",
+    "prefix_counted": "prompt_in_output",
     "big_id": "token_out_of_range",
     "no_stop": "stop_token_missing",
     "short": "too_short",

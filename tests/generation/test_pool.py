@@ -191,14 +191,18 @@ async def test_retry_after_is_honoured(target: Path, tmp_path: Path, fast_retrie
     assert times[1] - times[0] >= 0.95
 
 
+def quotes_the_prompt(payload: dict[str, Any], nth: int) -> str | None:
+    return "echo" if nth % 2 else None
+
+
 async def test_the_key_is_sent_and_reaches_no_log_and_no_file(
-    target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, fast_retries: None
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    config = tiny_config(target, {"a": 60})
+    config = tiny_config(target, {"a": 60}, generation={"max_attempts": 20})
     run = RunFolder(tmp_path).create()
     write_prompts(run, config, "a", 5)
-    with LoopbackServer(target, api_key="s3cret-key") as server:
+    with LoopbackServer(target, api_key="s3cret-key", behave=quotes_the_prompt) as server:
         with pytest.raises(ConfigError, match="api_key_file"):
             await generate(run, config, urls=[server.url], api_key="wr0ng-key")
         await generate(run, config, urls=[server.url], api_key="s3cret-key")
@@ -207,7 +211,10 @@ async def test_the_key_is_sent_and_reaches_no_log_and_no_file(
     for secret in ("s3cret-key", "wr0ng-key"):
         assert secret not in logged
         assert secret.encode() not in files
+    assert "answers 500" in logged
+    assert "a prompt of" not in logged, "the server's words reached the log"
     assert "question 1: what" not in logged
+    assert not any(entry["id"] in logged and str(entry["output_ids"])[1:20] in logged for entry in journal_entries(run, "a"))
 
 
 def make_pool(count: int, limit: int = 4) -> ServerPool:

@@ -32,7 +32,13 @@ def report_half(run: RunFolder) -> None:
             done=3,
             total=4,
             unit="records",
-            figures={"rejected": 1, "remaining_s": 30, "tokens_mean": 12.5},
+            figures={
+                "rejected": 1,
+                "remaining_s": 30,
+                "tokens_mean": 12.5,
+                "share_cached_tokens": 0.375,
+                "gates": "repetition",
+            },
         )
     )
 
@@ -67,6 +73,7 @@ def test_running_phase_counts_manifests_and_progress_once(half_run: RunFolder) -
     text = text_of(status)
     assert "30 s left" in text
     assert "B2_code" in text
+    assert next(line.split()[-2:] for line in text.splitlines() if line.startswith("B2_code")) == ["38%", "repetition"]
 
 
 def test_progress_in_tokens_is_not_counted_as_records(half_run: RunFolder) -> None:

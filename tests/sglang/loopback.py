@@ -233,6 +233,8 @@ class LoopbackServer:
             _, status, *after = fault.split(":")
             extra = {"Retry-After": after[0]} if after and after[0] else {}
             return await _send(writer, int(status), {"object": "error", "message": "as told", "code": int(status)}, extra)
+        if fault == "echo":
+            return await _send(writer, 500, {"object": "error", "message": f"failed on a prompt of {input_ids}", "code": 500})
         if fault == "redirect":
             return await _send(writer, 307, b"", {"Location": "http://127.0.0.1:9/generate"})
         if fault == "html":
@@ -269,6 +271,10 @@ class LoopbackServer:
             "finish_other": lambda: meta.update(finish_reason={"type": "tool_calls"}),
             "wrong_count": lambda: meta.update(completion_tokens=meta["completion_tokens"] + 3),
             "prefix": lambda: reply.update(output_ids=input_ids + reply["output_ids"]),
+            "prefix_counted": lambda: (
+                reply.update(output_ids=input_ids + reply["output_ids"]),
+                meta.update(completion_tokens=len(reply["output_ids"])),
+            ),
             "truncated": lambda: meta.update(prompt_tokens=len(input_ids) - 5),
             "grown": lambda: meta.update(prompt_tokens=len(input_ids) + 1),
             "wrong_rid": lambda: meta.update(id="another"),
