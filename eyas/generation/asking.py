@@ -1,5 +1,8 @@
 """One prompt's way to a reply: attempts on the pool's servers until one is accepted or the record is refused for good.
 
+A deadline that passes doubles that of every later attempt: a server that is slower than expected must not
+lose the work of each of its replies for ever, and one that hangs is found out all the same.
+
 What counts as an attempt of the record is what a server took up and spoiled. Never being sent (no connection),
 being turned away (429, 503) and a kept-alive socket that the server had dropped cost nothing but time, so that
 an outage, however long, rejects no record.
@@ -23,7 +26,7 @@ from eyas.generation.inflight import InFlightLog
 from eyas.generation.records import Prompt
 from eyas.generation.sampling import clamp_new_tokens, record_sampling, record_seed
 from eyas.generation.telemetry import Telemetry
-from eyas.sglang.client import ClosedBeforeReply, ServerBusy, ServerUnreachable
+from eyas.sglang.client import ClosedBeforeReply, DeadlineExceeded, ServerBusy, ServerUnreachable
 from eyas.sglang.pool import Server, ServerPool
 from eyas.sglang.replies import Decode, GenerateRequest, Reply, ReplyError
 from eyas.target.spec import TargetSpec
@@ -32,6 +35,7 @@ log = logging.getLogger(__name__)
 
 RETRY_FIRST_S = 0.5
 RETRY_LAST_S = 30.0
+MOST_PATIENCE = 16.0
 BUSY_RETRY_S = 1.0
 
 
@@ -111,6 +115,7 @@ class Asker:
         self._in_flight = in_flight
         self._may_send = may_send
         self._token = uuid.uuid4().hex[:8]
+        self._patience = 1.0  # what deadlines are multiplied with
 
     async def ask(self, dataset: DatasetRun, prompt: Prompt, record: Record, server: Server) -> Reply:
         """The accepted reply to `prompt`; gives back the place on `server` and every later one.
@@ -156,7 +161,8 @@ class Asker:
         record.rid = f"eyas-{prompt.id}-{record.num_tries}-{self._token}"
         sampling = record_sampling(self._sampling, prompt.split, max_new_tokens=cap, seed=record.seed)
         request = GenerateRequest(rid=record.rid, input_ids=prompt.input_ids, sampling_params=sampling)
-        deadline_s = max(limits.deadline_floor_s, cap / limits.min_tokens_per_s)
+        patience = self._patience
+        deadline_s = max(limits.deadline_floor_s, cap / limits.min_tokens_per_s) * patience
         self._in_flight.add(record.rid, server.url)
         try:
             reply = await server.client.generate(
@@ -166,6 +172,8 @@ class Asker:
             await self._pool.report_busy(server, error.retry_after_s or BUSY_RETRY_S)
             raise
         except ServerError as error:
+            if isinstance(error, DeadlineExceeded):
+                self._patience = min(max(self._patience, 2 * patience), MOST_PATIENCE)
             await self._pool.report_failure(server, brief(error))
             raise
         finally:
