@@ -24,6 +24,8 @@ from safetensors.torch import load_file
 
 from eyas.draft.data import Batch, Record, make_batch
 from eyas.errors import ArtifactError
+from eyas.files import digest_file
+from eyas.hidden.codec import CODECS
 from eyas.hidden.store.reader import HiddenStore
 from eyas.workspace import RunFolder
 
@@ -76,11 +78,20 @@ class Corpus:
             raise ArtifactError(
                 f"{run.hidden} lacks {len(missing)} records of the merged order, such as {min(missing)}; run the extraction again"
             )
+        if not corpus.has_states and store.kind.vocabulary != digest_file(run.merged / "vocab_map.safetensors"):
+            raise ArtifactError(
+                f"{run.hidden} holds probabilities of another draft vocabulary than {run.merged}; run the extraction again"
+            )
         if not corpus.train:
             raise ArtifactError(
                 f"none of {len(order)} training records in {run.merged} has a supervised token; check merging.max_tokens"
             )
         return corpus
+
+    @property
+    def has_states(self) -> bool:
+        """False where the store keeps top-k probabilities in place of final states."""
+        return CODECS[self.store.kind.codec].final is not None
 
     def record(self, record_id: str) -> Record:
         """One record; raises `ArtifactError` naming record and layer where a state is not finite."""

@@ -27,7 +27,7 @@ class Record:
     tokens: torch.Tensor  # [T] int
     loss_mask: torch.Tensor  # [T] bool or 0/1
     aux: torch.Tensor  # [T, 3H]
-    final: torch.Tensor  # [T, H], the input of lm_head
+    final: torch.Tensor  # [T, H], the input of lm_head, or top-k probabilities [T, 1 + 2k]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Batch:
     positions: torch.Tensor  # [N] int64: t
     active: torch.Tensor  # [M] int64 into N
     step_tokens: torch.Tensor  # [S − 1, M] int64: x[t+1+i] for i ≥ 1
-    labels: torch.Tensor  # [M, H]: final state at t+1
+    labels: torch.Tensor  # [M, H]: final state at t+1, or top-k probabilities [M, 1 + 2k]
     supervised: torch.Tensor  # [S, M] bool
     segments: tuple[Segment, ...]
 

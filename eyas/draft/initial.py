@@ -49,7 +49,7 @@ def initialise(draft: Draft, head: TargetHead, rows: TargetRows, seed: int, samp
                 parameter.mul_(SMALL)
     draft.norm.weight.copy_(head.norm)
     draft.lm_head.weight.copy_(rows.head)
-    solved = _solve(draft, sample) if draft.spec.hidden_size <= MAX_HIDDEN_SIZE else None
+    solved = _solve(draft, sample) if rows.has_states and draft.spec.hidden_size <= MAX_HIDDEN_SIZE else None
     if solved is None:
         draft.norm.weight.mul_(UNSOLVED_SCALE)
         return {}

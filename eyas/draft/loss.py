@@ -17,6 +17,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from eyas.hidden.store.top import top_argmax, top_logits
+
 CHUNK_ROWS = 2048
 """Rows (of all steps together) of one chunk of logits: 2,048 · D = 8,192 are 64 MB in fp32."""
 BLOCK_ROWS = 64
@@ -33,14 +35,24 @@ class TargetRows:
     head: torch.Tensor  # [D, H]: rows of lm_head for the draft vocabulary
     ids: torch.Tensor  # [D] int64: target ids, ascending
     to_draft: torch.Tensor  # [V] int64: draft id of a target id, −1 outside the draft vocabulary
+    has_states: bool = True
+    """Labels are final states [M, H]; otherwise top-k probabilities [M, 1 + 2k], as their store keeps them."""
 
     @classmethod
-    def of(cls, lm_head: torch.Tensor, d2t: torch.Tensor) -> TargetRows:
+    def of(cls, lm_head: torch.Tensor, d2t: torch.Tensor, *, has_states: bool = True) -> TargetRows:
         """From the target's lm_head [V, H] and the offsets d2t [D]."""
         ids = torch.arange(len(d2t)) + d2t
         to_draft = torch.full((len(lm_head),), -1, dtype=torch.int64)
         to_draft[ids] = torch.arange(len(ids))
-        return cls(head=lm_head[ids], ids=ids, to_draft=to_draft)
+        return cls(head=lm_head[ids], ids=ids, to_draft=to_draft, has_states=has_states)
+
+    def logits(self, labels: torch.Tensor) -> torch.Tensor:
+        """The target's logits [M, D] over the draft vocabulary."""
+        return F.linear(labels.to(self.head.dtype), self.head) if self.has_states else top_logits(labels, len(self.head))
+
+    def argmax(self, labels: torch.Tensor, lm_head: torch.Tensor, *, is_exact: bool) -> torch.Tensor:
+        """The target's full-vocabulary argmax [M] int64 (`target_argmax`, or what the store keeps of it)."""
+        return target_argmax(labels, lm_head, is_exact=is_exact) if self.has_states else top_argmax(labels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +106,8 @@ def unrolled_loss(
 ) -> LossResult:
     """Loss of states after `norm` [S, M, H] through the draft's head [D, H].
 
-    `labels` [M, H] are the target's final states at the label rows, `argmax` [M] their full-vocabulary
-    argmax, `step_weights` [S] the weight of a row of each step, global normalisation included.
+    `labels` [M, H] are the target's final states at the label rows (or top-k probabilities, as `rows` says), `argmax` [M]
+    their full-vocabulary argmax, `step_weights` [S] the weight of a row of each step, global normalisation included.
     """
     kept = kept_rows(supervised, argmax, rows)
     loss, step_loss, hits = _FusedLoss.apply(  # type: ignore[no-untyped-call]
@@ -105,7 +117,7 @@ def unrolled_loss(
         _shift(kept),
         _shift(supervised),
         rows.to_draft[argmax],
-        rows.head,
+        rows,
         step_weights,
         wants_hits,
         objective,
@@ -129,7 +141,7 @@ class _FusedLoss(torch.autograd.Function):
         kept: Any,
         supervised: Any,
         label_ids: Any,
-        target_head: Any,
+        target_rows: Any,
         step_weights: Any,
         wants_hits: Any,
         objective: Any,
@@ -145,7 +157,7 @@ class _FusedLoss(torch.autograd.Function):
         chunk, block = max(1, CHUNK_ROWS // num_steps), max(1, BLOCK_ROWS // num_steps)
         for start in range(0, num_rows, chunk):
             part = slice(start, min(start + chunk, num_rows))
-            target_logits = F.linear(labels[part].to(target_head.dtype), target_head)  # [C, D]
+            target_logits = target_rows.logits(labels[part])  # [C, D]
             flat = z[:, part].reshape(-1, hidden_size)  # [S · C, H]
             logits = F.linear(flat, head).view(num_steps, -1, len(head))  # [S, C, D]
             if wants_hits:

@@ -23,7 +23,7 @@ from eyas.draft.config import DraftConfig
 from eyas.draft.corpus import Corpus, read_ahead
 from eyas.draft.data import Batch
 from eyas.draft.initial import initialise
-from eyas.draft.loss import LossResult, TargetRows, kept_rows, target_argmax, unrolled_loss
+from eyas.draft.loss import LossResult, TargetRows, kept_rows, unrolled_loss
 from eyas.draft.model import Draft, rms_norm
 from eyas.draft.optimizer import MasterAdamW, learning_rate
 from eyas.draft.precision import fastest_dtype
@@ -80,7 +80,7 @@ class Trainer:
         self.dtype: torch.dtype = getattr(torch, dtype)
         head = load_head(target, self.dtype)
         self.lm_head = head.lm_head
-        self.rows = TargetRows.of(head.lm_head, corpus.d2t)
+        self.rows = TargetRows.of(head.lm_head, corpus.d2t, has_states=corpus.has_states)
         self.draft = Draft(spec, head.embed_tokens)
         self.first_epoch = corpus.epoch(0, config.seed, config.batch_tokens)
         if found is None:
@@ -254,7 +254,7 @@ class Trainer:
         for record_id, segment in zip(batch.segment_ids, batch.segments, strict=True):
             if record_id not in self.argmax:
                 rows = batch.labels[segment.query_start : segment.query_end]
-                self.argmax[record_id] = target_argmax(rows, self.lm_head, is_exact=is_exact).int()
+                self.argmax[record_id] = self.rows.argmax(rows, self.lm_head, is_exact=is_exact).int()
             pieces.append(self.argmax[record_id])
         return torch.cat(pieces).long()
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from eyas.hidden.codec import CodecName
 from eyas.settings import Settings
 
 
@@ -28,7 +29,11 @@ class HiddenConfig(Settings):
         default_factory=list, description="Without a sink: SGLang servers that give final states (one server gives aux or final)."
     )
     concurrency: int = Field(default=8, ge=1, description="Requests in flight of the sglang source.")
-    codec: Literal["bf16"] = Field(default="bf16", description="How states are stored.")
+    codec: CodecName = Field(
+        default="bf16",
+        description="How states are stored: bf16 exactly, fp8, int4 (the final state in fp8), or int4_top (the target as top-k "
+        "probabilities of the draft vocabulary, after the merge).",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="Precision of the forward pass of the transformers source."
     )

@@ -6,18 +6,14 @@ import shutil
 from pathlib import Path
 
 from eyas.errors import ConfigError
+from eyas.hidden.codec import CodecName, bytes_per_token
 
 _RECORD_BYTES = 160  # offsets, sidecar and index
 
 
-def bytes_per_token(hidden_size: int) -> int:
-    """Stored bytes of one token: four states in bf16, id and mask."""
-    return 4 * hidden_size * 2 + 4 + 1
-
-
-def store_bytes(num_records: int, num_tokens: int, hidden_size: int) -> int:
+def store_bytes(num_records: int, num_tokens: int, hidden_size: int, codec: CodecName) -> int:
     """Bytes of a store of so many records and tokens."""
-    return num_tokens * bytes_per_token(hidden_size) + num_records * _RECORD_BYTES
+    return num_tokens * bytes_per_token(hidden_size, codec) + num_records * _RECORD_BYTES
 
 
 def check_disk(folder: Path, need_bytes: int, reserve_bytes: int) -> None:
@@ -27,8 +23,8 @@ def check_disk(folder: Path, need_bytes: int, reserve_bytes: int) -> None:
     if need_bytes + reserve_bytes > free_bytes:
         raise ConfigError(
             f"hidden states need {_gb(need_bytes)} more in {folder}, {_gb(free_bytes)} are free and {_gb(reserve_bytes)} stay in "
-            "reserve (hidden.disk_reserve_bytes); free space, take fewer prompts (prompts.subsample), lower merging.max_tokens "
-            "or put the run on a larger disk"
+            "reserve (hidden.disk_reserve_bytes); free space, choose a smaller hidden.codec, take fewer prompts "
+            "(prompts.subsample), lower merging.max_tokens or put the run on a larger disk"
         )
 
 

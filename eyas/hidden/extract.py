@@ -20,6 +20,7 @@ import torch
 from eyas.config import RunConfig
 from eyas.errors import ArtifactError, TooManyRejects
 from eyas.files import atomic_file, json_line
+from eyas.hidden.codec import CODECS, CodecName
 from eyas.hidden.disk import check_disk, store_bytes
 from eyas.hidden.kind import STATES_VERSION, StoreKind, resolve_kind
 from eyas.hidden.locks import held
@@ -28,8 +29,10 @@ from eyas.hidden.probe import states_fault
 from eyas.hidden.proving import ensure_proven
 from eyas.hidden.sources.opening import open_source
 from eyas.hidden.sources.protocol import Source
+from eyas.hidden.store.codecs import encode_states
 from eyas.hidden.store.reader import INDEX_NAME, REJECTS_NAME
 from eyas.hidden.store.shard import Quarantined, ShardEntry, load_entry, shard_tensors, write_entry, write_shard
+from eyas.hidden.store.top import TopTargets, open_top_targets
 from eyas.manifest import MANIFEST_NAME, Counts, FileEntry, Manifest, file_entries, fingerprint, load_manifest, verify_manifest
 from eyas.merging.records import RESPONSES_NAME
 from eyas.progress import Progress, Report, silent
@@ -56,7 +59,7 @@ def extract(run: RunFolder, config: RunConfig, report: Report = silent) -> Manif
     plans = [plan for dataset in config.prompts.datasets for plan in plan_shards(run, config, dataset.name)]
     missing = [plan for plan in plans if finished_entry(run, plan, kind) is None]
     num_records, num_tokens = sum(plan.num_records for plan in missing), sum(plan.num_tokens for plan in missing)
-    check_disk(run.hidden, store_bytes(num_records, num_tokens, spec.hidden_size), config.hidden.disk_reserve_bytes)
+    check_disk(run.hidden, store_bytes(num_records, num_tokens, spec.hidden_size, kind.codec), config.hidden.disk_reserve_bytes)
     meter = _Meter(report, missing, plans)
     later = [plan for plan in missing if not _try_shard(run, config, spec, kind, plan, meter, waits=False)]
     for plan in later:  # another process has them in hand, or died over them
@@ -126,9 +129,8 @@ def _try_shard(
         if finished_entry(run, plan, kind) is None:
             source = open_source(config, spec, kind)
             ensure_proven(run, config, spec, kind, source)
-            check_disk(
-                run.hidden, store_bytes(plan.num_records, plan.num_tokens, spec.hidden_size), config.hidden.disk_reserve_bytes
-            )
+            need_bytes = store_bytes(plan.num_records, plan.num_tokens, spec.hidden_size, kind.codec)
+            check_disk(run.hidden, need_bytes, config.hidden.disk_reserve_bytes)
             _write_plan(run, config, spec, kind, plan, source, lambda count: meter.add(plan.dataset, count))
         else:
             meter.add(plan.dataset, plan.num_tokens)
@@ -161,7 +163,8 @@ def _write_plan(
         on_tokens(len(shard.sequences[index]))
     kept = [index for index in range(len(shard.lines)) if index in shard.filled]
     (run.hidden / MANIFEST_NAME).unlink(missing_ok=True)  # from here on the old index is no longer right
-    size_bytes, sha256 = write_shard(run.hidden / f"{plan.name}.safetensors", shard.tensors(kept))
+    top_targets = open_top_targets(run, spec, kind) if CODECS[kind.codec].final is None else None
+    size_bytes, sha256 = write_shard(run.hidden / f"{plan.name}.safetensors", shard.tensors(kept, kind.codec, top_targets))
     entry = ShardEntry(
         name=plan.name,
         dataset=plan.dataset,
@@ -202,8 +205,8 @@ class _Filling:
         self._states["final"][rows] = final
         self.filled.add(index)
 
-    def tensors(self, kept: list[int]) -> dict[str, torch.Tensor]:
-        """The shard's tensors without the records that were quarantined."""
+    def tensors(self, kept: list[int], codec: CodecName, top_targets: TopTargets | None) -> dict[str, torch.Tensor]:
+        """The shard's tensors, coded, without the records that were quarantined."""
         states = self._states
         if len(kept) < len(self.lines):
             rows = torch.cat(
@@ -213,7 +216,8 @@ class _Filling:
         empty = np.zeros(0)
         tokens = np.concatenate([empty.astype(np.int32), *(self.sequences[i] for i in kept)])
         mask = np.concatenate([empty.astype(np.uint8), *(self._records[i].loss_mask for i in kept)])
-        return shard_tensors(torch.from_numpy(tokens), torch.from_numpy(mask), [len(self.sequences[i]) for i in kept], states)
+        coded = encode_states(states["aux"], states["final"], torch.from_numpy(mask), codec, top_targets)
+        return shard_tensors(torch.from_numpy(tokens), torch.from_numpy(mask), [len(self.sequences[i]) for i in kept], coded)
 
     def _rows(self, index: int) -> slice:
         return slice(self._ends[index] - len(self.sequences[index]), self._ends[index])
@@ -222,7 +226,7 @@ class _Filling:
 def _fingerprint(run: RunFolder, config: RunConfig, kind: StoreKind) -> tuple[str, dict[str, str], dict[str, Any]]:
     inputs = {f"responses/{item.name}": load_manifest(run.responses(item.name)).digest() for item in config.prompts.datasets}
     settings = {
-        "kind": kind.model_dump(mode="json"),
+        "kind": kind.settings(),
         "max_tokens": config.merging.max_tokens,
         "max_line_bytes": config.merging.max_line_bytes,
         "shard_bytes": config.hidden.shard_bytes,

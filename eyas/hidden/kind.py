@@ -9,21 +9,29 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
-from eyas.errors import ArtifactError
-from eyas.files import digest_json, read_json, write_json
+from eyas.errors import ArtifactError, ConfigError
+from eyas.files import digest_file, digest_json, read_json, write_json
+from eyas.hidden.codec import BLOCK, CODECS, TOP, CodecName
 from eyas.hidden.config import HiddenConfig
 from eyas.hidden.locks import held
 from eyas.hidden.precision import fastest_dtype
+from eyas.manifest import verify_manifest
+from eyas.merging.merge import MAP_NAME
 from eyas.target.spec import TargetSpec
 from eyas.workspace import RunFolder
 
 KIND_NAME = "kind.json"
 STATES_VERSION = 1
+_OPTIONAL = ("vocabulary", "num_top")
 
 
 class StoreKind(BaseModel):
@@ -34,14 +42,21 @@ class StoreKind(BaseModel):
     target: str
     blocks: tuple[int, int, int]
     hidden_size: int
-    codec: str
+    codec: CodecName
     source: str
     dtype: str
     version: int = STATES_VERSION
+    vocabulary: str = ""
+    """SHA-256 of the vocabulary map, where the codec counts in draft tokens."""
+    num_top: int = 0
 
     def digest(self) -> str:
         """SHA-256 in hex."""
-        return digest_json(self.model_dump(mode="json"))
+        return digest_json(self.settings())
+
+    def settings(self) -> dict[str, Any]:
+        """As plain data; what only top-k codecs use is left out while empty, so that other kinds keep their addresses."""
+        return {name: value for name, value in self.model_dump(mode="json").items() if value or name not in _OPTIONAL}
 
     def address(self, tokens: npt.NDArray[np.int32]) -> str:
         """Content address of a record: 32 hex digits over its ids and this kind."""
@@ -56,15 +71,35 @@ def resolve_kind(run: RunFolder, config: HiddenConfig, spec: TargetSpec) -> Stor
         kept = _kept(path)
         dtype: str = config.dtype
         if dtype == "auto":
-            asked = _kind(config, spec, kept.dtype if kept else "")
+            asked = _kind(run, config, spec, kept.dtype if kept else "")
             dtype = kept.dtype if kept == asked and kept is not None else fastest_dtype()
-        kind = _kind(config, spec, dtype)
+        kind = _kind(run, config, spec, dtype)
         if kind != kept:
-            write_json(path, kind.model_dump(mode="json"))
+            write_json(path, kind.settings())
     return kind
 
 
-def _kind(config: HiddenConfig, spec: TargetSpec, dtype: str) -> StoreKind:
+def read_map(run: RunFolder) -> tuple[torch.Tensor, str]:
+    """The kept ids [D] of the merged vocabulary map, ascending, and the file's SHA-256; raises `ConfigError` before the merge."""
+    try:
+        verify_manifest(run.merged, checks_digests=False)
+        d2t = load_file(run.merged / MAP_NAME)["d2t"]
+    except (ArtifactError, OSError, SafetensorError, KeyError) as error:
+        raise ConfigError(
+            f"hidden.codec int4_top keeps probabilities of the draft vocabulary, and {run.merged / MAP_NAME} cannot be read "
+            f"({error}); run the merge first, or choose hidden.codec int4"
+        ) from error
+    return torch.arange(len(d2t)) + d2t, digest_file(run.merged / MAP_NAME)
+
+
+def _kind(run: RunFolder, config: HiddenConfig, spec: TargetSpec, dtype: str) -> StoreKind:
+    codec = CODECS[config.codec]
+    if codec.aux != "bf16" and spec.hidden_size % BLOCK:
+        raise ConfigError(
+            f"hidden.codec {config.codec} codes {BLOCK} channels together, the target's hidden size {spec.hidden_size} is no "
+            "multiple of that; choose hidden.codec bf16"
+        )
+    kept, vocabulary = read_map(run) if codec.final is None else (torch.zeros(0), "")
     return StoreKind(
         target=spec.fingerprint,
         blocks=spec.aux_blocks,
@@ -72,6 +107,8 @@ def _kind(config: HiddenConfig, spec: TargetSpec, dtype: str) -> StoreKind:
         codec=config.codec,
         source=config.source,
         dtype=dtype if config.source == "transformers" else spec.dtype,
+        vocabulary=vocabulary,
+        num_top=min(TOP, len(kept)),
     )
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from eyas.config import RunConfig
 from eyas.errors import ArtifactError, GateError, RecordError
-from eyas.hidden.disk import bytes_per_token
+from eyas.hidden.codec import bytes_per_token
 from eyas.hidden.kind import StoreKind, resolve_kind
 from eyas.hidden.store.shard import Quarantined, ShardEntry, load_entry
 from eyas.manifest import verify_manifest
@@ -51,7 +51,7 @@ def plan_shards(run: RunFolder, config: RunConfig, dataset: str) -> list[ShardPl
     if not manifest.is_complete:
         raise GateError(f"responses of {dataset} are unfinished: {manifest.counts.pending} pending; run the generation again")
     kind = resolve_kind(run, config.hidden, spec)
-    most_tokens = max(1, config.hidden.shard_bytes // bytes_per_token(spec.hidden_size))
+    most_tokens = max(1, config.hidden.shard_bytes // bytes_per_token(spec.hidden_size, kind.codec))
     path = folder / RESPONSES_NAME
     plans: list[ShardPlan] = []
     state = _Open(dataset, kind, 0, 1)

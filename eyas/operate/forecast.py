@@ -1,6 +1,6 @@
 """Hours and disk of each phase, before and while it runs; every number says what it rests on.
 
-Disk follows from counts: the hidden-state store is 2·4·H + 5 bytes a token exactly, the others are
+Disk follows from counts: the hidden-state store's bytes a token are its codec's, the others are
 measured sizes per token. Hours follow from rates measured in this run where a phase has run, otherwise
 from stated assumptions about this machine's processors, good to a factor of two; for servers that were
 never measured there is no number. `eyas probe-server` measures them.
@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from eyas.config import RunConfig
+from eyas.hidden.codec import bytes_per_token
 from eyas.operate.phases import PHASES, Phase
 from eyas.operate.status import PhaseStatus
 from eyas.operate.volumes import Volumes
@@ -136,7 +137,7 @@ def whole_phase(phase: Phase, config: RunConfig, sizes: TargetSizes, counted: Vo
         disk, at_most = tokens * PARQUET_BYTES_PER_TOKEN + records * 80, most * PARQUET_BYTES_PER_TOKEN + records * 80
         hours = tokens / 2e6 / 3600
     elif phase == "extract":
-        per_token = 2 * 4 * sizes.hidden_size + 5
+        per_token = bytes_per_token(sizes.hidden_size, config.hidden.codec)
         disk, at_most = tokens * per_token, min(most, records * config.merging.max_tokens) * per_token
         hours = 2 * sizes.num_parameters * tokens / CORE_FLOPS / cores / 3600
         if config.hidden.source != "transformers":

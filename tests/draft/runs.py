@@ -12,11 +12,16 @@ from safetensors.torch import save_file
 
 from eyas.config import RunConfig
 from eyas.draft.data import Record
+from eyas.files import digest_file
+from eyas.hidden.codec import TOP, CodecName
 from eyas.hidden.kind import StoreKind
+from eyas.hidden.store.codecs import encode_states
 from eyas.hidden.store.shard import ShardEntry, shard_tensors, write_entry, write_shard
+from eyas.hidden.store.top import TopTargets
 from eyas.manifest import Counts, Manifest, file_entries
 from eyas.target.config import TargetConfig
 from eyas.target.spec import TargetSpec, load_target
+from eyas.target.weights import load_head
 from eyas.workspace import RunFolder
 
 H, V, D = 32, 96, 48
@@ -76,7 +81,13 @@ def learnable_records(count: int, seed: int = 0, *, length: int = 24, prompt: in
 
 
 def write_run(
-    root: Path, target: Path, train: list[Record], heldout: list[Record], *, kept_ids: list[int] | None = None
+    root: Path,
+    target: Path,
+    train: list[Record],
+    heldout: list[Record],
+    *,
+    kept_ids: list[int] | None = None,
+    codec: CodecName = "bf16",
 ) -> RunFolder:
     """Write merged/ and hidden/ of a run, with manifests."""
     run = RunFolder(root).create()
@@ -100,30 +111,44 @@ def write_run(
         table = pa.table({"position": pa.array(range(len(records)), pa.int64()), "id": [record.id for record in records]})
         pq.write_table(table, run.merged / f"{name}.parquet")
     _manifest(run.merged, "merge", ["order.parquet", "heldout.parquet", "tokens.parquet", "vocab_map.safetensors"], len(everything))
-    write_hidden(run.hidden, everything, spec)
+    write_hidden(run.hidden, everything, spec, codec=codec, kept=ids, vocabulary=digest_file(run.merged / "vocab_map.safetensors"))
     return run
 
 
-def write_hidden(folder: Path, records: list[Record], target: TargetSpec) -> None:
-    """One shard with its sidecar and index."""
+def write_hidden(
+    folder: Path,
+    records: list[Record],
+    target: TargetSpec,
+    *,
+    codec: CodecName = "bf16",
+    kept: torch.Tensor | None = None,
+    vocabulary: str = "",
+) -> None:
+    """One shard with its sidecar and index; a codec of top-k probabilities needs the map's kept ids and digest."""
+    top_targets = None
+    if codec == "int4_top":
+        assert kept is not None
+        top_targets = TopTargets(lm_head=load_head(target, torch.float32).lm_head, kept=kept)
     kind = StoreKind(
         target=target.fingerprint,
         blocks=target.aux_blocks,
         hidden_size=target.hidden_size,
-        codec="bf16",
+        codec=codec,
         source="transformers",
         dtype="float32",
+        vocabulary=vocabulary if top_targets else "",
+        num_top=min(TOP, len(top_targets.kept)) if top_targets else 0,
     )
     lengths = [len(record.tokens) for record in records]
-    tensors = shard_tensors(
-        torch.cat([record.tokens for record in records]).int(),
-        torch.cat([record.loss_mask for record in records]),
-        lengths,
-        {
-            "aux": torch.cat([record.aux for record in records]).bfloat16(),
-            "final": torch.cat([record.final for record in records]).bfloat16(),
-        },
+    mask = torch.cat([record.loss_mask for record in records])
+    states = encode_states(
+        torch.cat([record.aux for record in records]).bfloat16(),
+        torch.cat([record.final for record in records]).bfloat16(),
+        mask,
+        codec,
+        top_targets,
     )
+    tensors = shard_tensors(torch.cat([record.tokens for record in records]).int(), mask, lengths, states)
     folder.mkdir(parents=True, exist_ok=True)
     size_bytes, sha256 = write_shard(folder / "shard-00000.safetensors", tensors)
     addresses = [kind.address(record.tokens.int().numpy()) for record in records]
@@ -153,7 +178,7 @@ def write_hidden(folder: Path, records: list[Record], target: TargetSpec) -> Non
     pq.write_table(index, folder / "index.parquet")
     (folder / "rejects.jsonl").write_bytes(b"")
     names = ["rejects.jsonl", "shard-00000.safetensors", "shard-00000.json", "index.parquet"]
-    _manifest(folder, "extract", names, len(records), {"kind": kind.model_dump(mode="json")})
+    _manifest(folder, "extract", names, len(records), {"kind": kind.settings()})
 
 
 def run_config(target: Path, **draft: object) -> RunConfig:

@@ -76,6 +76,14 @@ def test_overfitting_eight_samples_accepts_nearly_every_draft(tmp_path: Path, ta
     assert held["accepted"] / (held["verifications"] - len(records)) >= 2.9
 
 
+def test_training_learns_from_top_k_probabilities_in_place_of_final_states(tmp_path: Path, target: Path) -> None:
+    run = write_run(tmp_path / "run", target, learnable_records(30), learnable_records(8, 1), codec="int4_top")
+    manifest = train(run, run_config(target, max_steps=60))
+    losses = [row["loss"] for row in metrics(run) if row["kind"] == "train"]
+    assert losses[-1] < losses[0]
+    assert manifest.figures["accept_length"] > 1.2
+
+
 def test_a_finished_training_is_left_alone(run: RunFolder, target: Path) -> None:
     config = run_config(target, max_steps=10)
     first = train(run, config)

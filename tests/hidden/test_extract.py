@@ -64,7 +64,7 @@ def test_a_shared_head_between_prompts_loses_no_rows(tiny: TinyRun) -> None:
 
 def test_shards_by_themselves_give_the_bytes_of_the_whole_run(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.write_random("a", 30)
-    monkeypatch.setattr("eyas.hidden.plan.bytes_per_token", lambda size: 1 << 13)  # about 128 tokens a shard
+    monkeypatch.setattr("eyas.hidden.plan.bytes_per_token", lambda size, codec: 1 << 13)  # about 128 tokens a shard
     config = tiny.hidden_config("a", shard_bytes=SMALL_SHARDS)
     manifest = extract(tiny.run, config)
     wanted = store_bytes(tiny)

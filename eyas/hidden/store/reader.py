@@ -1,4 +1,4 @@
-"""Random access to the states of finished extractions, by record id, zero-copy from mapped files.
+"""Random access to the states of finished extractions, by record id: zero-copy from mapped files in bf16, decoded otherwise.
 
 A shard's digest is checked when it is first opened (about 1.5 GB/s, once per process); its states are
 checked to be finite whenever a record is read. What is not in the index is never read.
@@ -18,8 +18,11 @@ from pydantic import ValidationError
 
 from eyas.errors import ArtifactError
 from eyas.files import read_json_lines
+from eyas.hidden.codec import CODECS
 from eyas.hidden.kind import StoreKind
+from eyas.hidden.store.codecs import decode
 from eyas.hidden.store.shard import Quarantined, ShardEntry, load_entry, open_shard
+from eyas.hidden.store.top import decode_top
 from eyas.manifest import Manifest, verify_manifest
 
 INDEX_NAME = "index.parquet"
@@ -29,12 +32,12 @@ LAYERS = ("low", "middle", "high")
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One record's ids and states; tensors are views of a mapped file, not to be written to."""
+    """One record's ids and states; tensors may be views of a mapped file, not to be written to."""
 
     tokens: torch.Tensor  # [T] int32
     loss_mask: torch.Tensor  # [T] uint8, 1 on generated ids
     aux: torch.Tensor  # [T, 3H] bf16: low | middle | high
-    final: torch.Tensor  # [T, H] bf16, the input of lm_head
+    final: torch.Tensor  # [T, H] bf16, the input of lm_head; in a store of top-k probabilities those, [T, 1 + 2k] (`store.top`)
 
 
 class HiddenStore:
@@ -85,7 +88,9 @@ class HiddenStore:
         start, end = tensors["offsets"][row : row + 2].tolist()
         if end - start != num_tokens:
             raise ArtifactError(f"record {record_id}: {shard} holds {end - start} rows, the index says {num_tokens}")
-        aux, final = tensors["aux"][start:end], tensors["final"][start:end]
+        rows, codec = slice(start, end), CODECS[self.kind.codec]
+        aux = decode("aux", tensors, rows, codec.aux)
+        final = decode_top(tensors, rows) if codec.final is None else decode("final", tensors, rows, codec.final)
         if (fault := not_finite(aux, final)) is not None:
             raise ArtifactError(
                 f"record {record_id} in {self.folder / shard}: {fault}; remove the shard and run the extraction again"
@@ -129,7 +134,7 @@ class HiddenStore:
         with self._lock:
             if shard not in self._shards:
                 entry = self._entry(shard)
-                self._shards[shard] = open_shard(self.folder, entry, self.hidden_size, checks_digest=self._checks_digests)
+                self._shards[shard] = open_shard(self.folder, entry, self.kind, checks_digest=self._checks_digests)
             return self._shards[shard]
 
 

@@ -16,8 +16,18 @@ from safetensors import SafetensorError, safe_open
 
 from eyas.errors import ArtifactError
 from eyas.files import atomic_file, digest_file, read_json, write_json
+from eyas.hidden.kind import StoreKind
+from eyas.hidden.store.codecs import layout
 
-_DTYPES = {torch.int32: "I32", torch.uint8: "U8", torch.int64: "I64", torch.bfloat16: "BF16"}
+_DTYPES = {
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
 _WRITE_BYTES = 8 << 20
 
 
@@ -97,7 +107,7 @@ def load_entry(path: Path) -> ShardEntry:
         raise ArtifactError(f"{path} is not a shard's sidecar ({error.errors()[0]['msg']}); run the extraction again") from error
 
 
-def open_shard(folder: Path, entry: ShardEntry, hidden_size: int, *, checks_digest: bool) -> dict[str, torch.Tensor]:
+def open_shard(folder: Path, entry: ShardEntry, kind: StoreKind, *, checks_digest: bool) -> dict[str, torch.Tensor]:
     """Map a shard's tensors from disk without reading them; raises `ArtifactError` if the file is not what `entry` says."""
     path = folder / entry.file_name
     if not path.is_file():
@@ -114,7 +124,7 @@ def open_shard(folder: Path, entry: ShardEntry, hidden_size: int, *, checks_dige
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"{path} is not safetensors ({error}); run the extraction again") from error
-    _check_shapes(path, tensors, entry, hidden_size)
+    _check_shapes(path, tensors, entry, kind)
     return tensors
 
 
@@ -127,14 +137,15 @@ def shard_tensors(
     return {"offsets": offsets, **states, "tokens": tokens, "loss_mask": mask}
 
 
-def _check_shapes(path: Path, tensors: dict[str, torch.Tensor], entry: ShardEntry, hidden_size: int) -> None:
+def _check_shapes(path: Path, tensors: dict[str, torch.Tensor], entry: ShardEntry, kind: StoreKind) -> None:
     rows, records = sum(entry.num_tokens), len(entry.ids)
-    wanted = {
+    states, shared = layout(kind.codec, kind.hidden_size, kind.num_top)
+    wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         "tokens": (torch.int32, (rows,)),
         "loss_mask": (torch.uint8, (rows,)),
         "offsets": (torch.int64, (records + 1,)),
-        "aux": (torch.bfloat16, (rows, 3 * hidden_size)),
-        "final": (torch.bfloat16, (rows, hidden_size)),
+        **{name: (dtype, (rows, width)) for name, (dtype, width) in states.items()},
+        **{name: (dtype, (width,)) for name, (dtype, width) in shared.items()},
     }
     for name, (dtype, shape) in wanted.items():
         tensor = tensors.get(name)
