@@ -13,22 +13,23 @@ from eyas.settings import Settings
 class HiddenConfig(Settings):
     """Phase 4: source, codec and shape of the hidden-state store."""
 
-    source: Literal["transformers", "sglang"] = Field(
+    source: Literal["transformers", "sglang", "vllm"] = Field(
         default="transformers",
-        description="Who computes the states: transformers here, or the SGLang servers of server.urls in aux mode.",
+        description="Who computes the states: transformers here, the SGLang servers of server.urls in aux mode, or vLLM servers.",
     )
     urls: list[str] = Field(
         default_factory=list,
-        description="SGLang servers in aux mode beside those of server.urls, which go on generating; empty takes server.urls.",
+        description="SGLang servers in aux mode beside those of server.urls, which go on generating (empty takes server.urls); "
+        "or the servers of the vllm source.",
     )
     sink: str = Field(
         default="",
-        description="Folder that our plugin in those servers writes states to; empty takes plain HTTP, for small targets.",
+        description="Folder that our plugin in SGLang, or vLLM's connector, writes states to; empty takes SGLang's plain HTTP.",
     )
     final_urls: list[str] = Field(
         default_factory=list, description="Without a sink: SGLang servers that give final states (one server gives aux or final)."
     )
-    concurrency: int = Field(default=8, ge=1, description="Requests in flight of the sglang source.")
+    concurrency: int = Field(default=8, ge=1, description="Requests in flight of the sglang and vllm sources.")
     codec: CodecName = Field(
         default="bf16",
         description="How states are stored: bf16 exactly, fp8, int4 (the final state in fp8), or int4_top (the target as top-k "

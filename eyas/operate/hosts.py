@@ -80,7 +80,7 @@ class ManualHost:
 
     @contextmanager
     def serving(self, mode: Mode, *, draft: Path | None = None) -> Iterator[list[str]]:
-        if mode == "none" or (mode == "extract" and self.config.hidden.source == "transformers"):
+        if mode == "none" or (mode == "extract" and self.config.hidden.source != "sglang"):
             yield []
             return
         wanted = f" with the draft {draft}" if mode == "draft" else ""

@@ -3,8 +3,9 @@
 The rule, in this order, unless `operate.overlap` says yes or no:
 
 1. The embedded engine: no. It computes on every core of this machine.
-2. States from SGLang: yes where `hidden.urls` names servers that do not generate; a host that serves both has one mode at a time.
-3. States from transformers: yes on a Ray cluster elsewhere, or where no generating server stands on this machine.
+2. Probabilities of the draft vocabulary (`hidden.codec` int4_top): no. The merge makes the vocabulary, after generation.
+3. States from SGLang or vLLM: yes where `hidden.urls` names servers that do not generate; one host has one mode at a time.
+4. States from transformers: yes on a Ray cluster elsewhere, or where no generating server stands on this machine.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import socket
 from urllib.parse import urlsplit
 
 from eyas.config import RunConfig
+from eyas.hidden.codec import CODECS
 
 _HERE = {"127.0.0.1", "localhost", "::1", "0.0.0.0"}
 
@@ -24,7 +26,9 @@ def may_overlap(config: RunConfig) -> tuple[bool, str]:
         return operate.overlap == "yes", f"operate.overlap is {operate.overlap}"
     if server.kind == "embedded":
         return False, "the embedded engine computes on every core of this machine"
-    if hidden.source == "sglang":
+    if CODECS[hidden.codec].final is None:
+        return False, f"hidden.codec {hidden.codec} needs the vocabulary that the merge makes"
+    if hidden.source != "transformers":
         if not hidden.urls:
             return False, "the servers of server.urls generate first and give states afterwards"
         shared = sorted({_place(url) for url in hidden.urls} & {_place(url) for url in server.urls})

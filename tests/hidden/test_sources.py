@@ -16,10 +16,12 @@ from eyas.hidden.extract import extract
 from eyas.hidden.sources.protocol import Source
 from eyas.hidden.sources.sglang import SglangSource
 from eyas.hidden.sources.transformers import TransformersSource
+from eyas.hidden.sources.vllm import VllmSource
 from eyas.hidden.store import HiddenStore
 from eyas.target.config import TargetConfig
 from eyas.target.spec import load_target
 from tests.hidden.fake_sglang import fake_sglang
+from tests.hidden.fake_vllm import fake_vllm
 from tests.hidden.tiny import HIDDEN_SIZE, TinyRun, plain_states
 
 SEQUENCES = [np.random.default_rng(n).integers(5, 261, size).astype(np.int32) for n, size in enumerate((30, 1, 7, 64, 7))]
@@ -29,7 +31,11 @@ def open_sglang(url: str, **changes: Any) -> SglangSource:
     return SglangSource([url], **{"final_urls": [], "sink": None, "hidden_size": HIDDEN_SIZE, "concurrency": 3, **changes})
 
 
-@pytest.fixture(params=["transformers", "sglang over HTTP", "sglang with the plugin"])
+def open_vllm(url: str, target: Path, sink: Path) -> VllmSource:
+    return VllmSource([url], sink=sink, spec=load_target(TargetConfig(model=str(target))), concurrency=3)
+
+
+@pytest.fixture(params=["transformers", "sglang over HTTP", "sglang with the plugin", "vllm"])
 def source(request: pytest.FixtureRequest, target: Path, tmp_path: Path) -> Iterator[Source]:
     with ExitStack() as stack:
         if request.param == "transformers":
@@ -38,6 +44,11 @@ def source(request: pytest.FixtureRequest, target: Path, tmp_path: Path) -> Iter
         elif request.param == "sglang over HTTP":
             final_url = stack.enter_context(fake_sglang(target, mode="final"))
             yield open_sglang(stack.enter_context(fake_sglang(target, mode="aux", fault="busy")), final_urls=[final_url])
+        elif request.param == "vllm":
+            sink = tmp_path / "sink"
+            url = stack.enter_context(fake_vllm(target, sink, fault="busy"))
+            yield open_vllm(url, target, sink)
+            assert list(sink.iterdir()) == []
         else:
             sink = tmp_path / "sink"
             sink.mkdir()
@@ -75,6 +86,29 @@ def test_rows_lost_to_a_prefix_cache_are_refused(target: Path) -> None:
 def test_a_server_in_the_wrong_mode_is_refused_before_the_first_request(target: Path, info: dict[str, Any], message: str) -> None:
     with fake_sglang(target, mode="aux", info=info) as url, pytest.raises(ConfigError, match=message):
         open_sglang(url, sink=target)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("prefix_cache", r"wrote states \[26, 4, 32\] .* wanted \[30, 4, 32\]"),
+        ("other_ids", "of the ids that were sent"),
+        ("no_connector", "its connector is not active"),
+        ("refuses", "refused 30 ids"),
+    ],
+)
+def test_states_of_vllm_that_are_not_ours_are_refused(target: Path, tmp_path: Path, fault: str, message: str) -> None:
+    """https://github.com/vllm-project/vllm/issues/44485; review of https://github.com/sgl-project/sglang/pull/30177: ids too."""
+    with fake_vllm(target, tmp_path / "sink", fault=fault) as url:
+        source = open_vllm(url, target, tmp_path / "sink")
+        with pytest.raises(ConfigError, match=message):
+            list(source.extract(SEQUENCES[:1]))
+
+
+def test_vllm_without_servers_says_how_to_start_one(target: Path) -> None:
+    spec = load_target(TargetConfig(model=str(target)))
+    with pytest.raises(ConfigError, match=r'hidden\.urls .*"eagle_aux_hidden_state_layer_ids": \[2, 4, 5, 8\]'):
+        VllmSource([], sink=None, spec=spec, concurrency=1)
 
 
 def test_a_server_without_the_plugin_is_named(target: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ RAY = {"runner": {"kind": "ray", "address": "ray://10.0.0.9:10001"}}
         ({"server": ELSEWHERE, "hidden": {"source": "sglang"}}, False, "generate first"),
         ({"server": ELSEWHERE, "hidden": {"source": "sglang", "urls": ["http://10.0.0.9:30000"]}}, True, "servers of its own"),
         ({"server": ELSEWHERE, "hidden": {"source": "sglang", "urls": ["http://10.0.0.8:30000/"]}}, False, "would do both"),
+        ({"server": ELSEWHERE, "hidden": {"codec": "int4_top"}}, False, "needs the vocabulary that the merge makes"),
         ({"operate": {"overlap": "yes"}}, True, "operate.overlap is yes"),
         ({"server": ELSEWHERE, "operate": {"overlap": "no"}}, False, "operate.overlap is no"),
     ],

@@ -18,15 +18,21 @@ def open_source(config: RunConfig, spec: TargetSpec, kind: StoreKind) -> Source:
         from eyas.hidden.sources.transformers import shared_source
 
         return shared_source(spec, dtype=kind.dtype, batch_tokens=hidden.batch_tokens, threads=hidden.threads)
+    sink = Path(hidden.sink) if hidden.sink else None
+    api_key = _api_key(config.server.api_key_file)
+    if hidden.source == "vllm":
+        from eyas.hidden.sources.vllm import VllmSource
+
+        return VllmSource(hidden.urls, sink=sink, spec=spec, concurrency=hidden.concurrency, api_key=api_key)
     from eyas.hidden.sources.sglang import SglangSource
 
     return SglangSource(
         hidden.urls or config.server.urls,
         final_urls=hidden.final_urls,
-        sink=Path(hidden.sink) if hidden.sink else None,
+        sink=sink,
         hidden_size=spec.hidden_size,
         concurrency=hidden.concurrency,
-        api_key=_api_key(config.server.api_key_file),
+        api_key=api_key,
     )
 
 

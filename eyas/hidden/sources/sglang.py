@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from eyas.errors import ConfigError, ServerError
+from eyas.hidden.sources.concurrent import concurrently
 from eyas.hidden.sources.protocol import States, TokenIds
 from eyas.hidden.sources.sglang_plugin import FOLDER_VARIABLE, RID_PREFIX
 
@@ -60,16 +59,7 @@ class SglangSource:
 
     def extract(self, sequences: Sequence[TokenIds]) -> Iterator[tuple[int, States]]:
         """See `Source`."""
-        waiting = iter(range(len(sequences)))
-        with ThreadPoolExecutor(self._concurrency) as pool:
-            running: dict[Future[States], int] = {}
-            while True:
-                for index in islice(waiting, self._concurrency * 2 - len(running)):
-                    running[pool.submit(self._states, index, sequences[index])] = index
-                if not running:
-                    return
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    yield running.pop(future), future.result()
+        return concurrently(sequences, self._concurrency, self._states)
 
     def _states(self, index: int, sequence: TokenIds) -> States:
         url = self._urls[index % len(self._urls)]
