@@ -12,7 +12,7 @@ export DO_NOT_TRACK := 1
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup test lint demo soak test-engines test-e2e lock wheel help
+.PHONY: setup test lint demo soak engines check-engines test-engines test-e2e lock wheel help
 
 help:
 	@echo "make demo [PRESET=quick|default|full] [RUN=DIR]  train and benchmark a real draft on this machine"
@@ -49,10 +49,17 @@ demo: $(READY)
 soak: $(READY)
 	$(BIN)/python -m pytest tests -m soak
 
-# Real SGLang and vLLM for the CPU, each in its own environment (2 minutes and 3 GB each, once); ENGINES_RUN=DIR measures the draft of that run.
-test-engines: $(READY)
+# Real SGLang and vLLM for the CPU, each in its own environment (2 minutes and 3 GB each, once).
+engines:
 	PYTHON=$(PYTHON) engines/install.sh sglang $(ENGINES)/sglang
 	PYTHON=$(PYTHON) engines/install.sh vllm $(ENGINES)/vllm
+
+# Both load an exported draft and stay lossless on a few prompts: what CI runs of the engines.
+check-engines: $(READY) engines
+	$(BIN)/python -m pytest tests/engines -m engines -k loads_the_export --engines $(ENGINES) --timeout 1200
+
+# Everything; ENGINES_RUN=DIR measures the draft of that run in three engines and writes DIR/benchmark/engines.json.
+test-engines: $(READY) engines
 	$(BIN)/python -m pytest tests/engines -m engines --engines $(ENGINES) --engines-run "$(ENGINES_RUN)" --timeout 3600
 
 # A real Prefect server on PostgreSQL and again on SQLite, a worker, Ray and a browser; needs Debian's chromium and postgresql.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from prefect import task
@@ -13,10 +14,15 @@ from eyas.progress import recorder
 from eyas.workspace import RunFolder
 from tasks.caching import OPTIONS, cache_key
 
+logger = logging.getLogger(__name__)
+
 
 @task(**OPTIONS, name="benchmark", task_run_name="benchmark", cache_key_fn=cache_key("benchmark"))
 def benchmark_draft(run: Path, config: RunConfig, inputs: dict[str, str], api_key: SecretStr) -> Manifest:
     """Serve the exported draft and measure accept length, equality of outputs and speed-up."""
+    from eyas.operate.hosts import host_of, sides_of
     from eyas.speculate.benchmark import benchmark
 
-    return benchmark(RunFolder(run), config, report=recorder(RunFolder(run).progress), api_key=api_key.get_secret_value())
+    folder, key = RunFolder(run), api_key.get_secret_value()
+    serve = sides_of(host_of(folder, config, api_key=key, say=logger.info), folder.export)
+    return benchmark(folder, config, report=recorder(folder.progress), api_key=key, serve=serve)

@@ -81,6 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
     _phase(verbs, "train", "phase 5: train the draft, best checkpoint by held-out accept length")
     _phase(verbs, "export", "write the draft as SGLang and vLLM load it")
     _phase(verbs, "bench", "phase 6: serve with the draft, measure accept length and speed-up")
+    _configured(verbs, "deploy", "serve with the draft if the benchmark and a canary allow it; otherwise go back and say why")
     engine = _configured(verbs, "engine", "serve the target with the embedded engine until Ctrl-C")
     engine.add_argument("--draft", type=Path, help="folder of an exported draft to speculate with")
     engine.add_argument("--port", type=int, help="port on loopback; default: server.engine.port, or a free one")

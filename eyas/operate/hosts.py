@@ -3,7 +3,7 @@
 The same processors serve generation, then free themselves for extraction and training, then serve with
 the draft. Three ways: `EmbeddedHost` starts and ends Eyas' own engine; `ManualHost` asks the operator;
 `CommandHost` runs the operator's commands. The last two wait until every server answers and verify
-that it serves the wanted model before any prompt is sent.
+that it serves the wanted model, with the draft in the wanted shape or without one, before any prompt is sent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import httpx
 
@@ -21,53 +21,94 @@ from eyas.config import RunConfig
 from eyas.errors import ConfigError, ServerError
 from eyas.operate.children import child_process, last_lines, wait_for
 from eyas.operate.config import Mode
+from eyas.speculate.config import DraftShape
+from eyas.speculate.deploy import identity_checks
+from eyas.speculate.results import Side
+from eyas.speculate.servers import Serve, server_info
 from eyas.target.spec import load_target
 from eyas.workspace import RunFolder
 
+if TYPE_CHECKING:
+    from eyas.engine.process import EngineProcess
+
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What is served in mode draft."""
+
+    folder: Path
+    shape: DraftShape
 
 
 class TargetHost(Protocol):
     """Whoever can bring the target's servers into a mode."""
 
-    def serving(self, mode: Mode, *, draft: Path | None = None) -> AbstractContextManager[list[str]]:
-        """Servers in `mode` while the block runs; gives their base URLs ([] where the mode has no server)."""
+    def enter(self, mode: Mode, *, draft: Draft | None = None, alone: bool = False) -> list[str]:
+        """Bring the servers into `mode` and leave them there; gives their base URLs ([] where the mode has no server).
+
+        `alone` waits for a target without any draft, which generation does not ask for: a draft changes no reply.
+        """
+
+    def serving(self, mode: Mode, *, draft: Draft | None = None, alone: bool = False) -> AbstractContextManager[list[str]]:
+        """The same while a block runs; whatever was started for it ends with it."""
+
+
+def sides_of(host: TargetHost, export: Path) -> Serve:
+    """How a benchmark brings `host` from the target alone to the target with the draft, and back."""
+
+    def serve(side: Side, shape: DraftShape) -> AbstractContextManager[list[str]]:
+        draft = None if side == "off" else Draft(export.resolve(), shape)
+        return host.serving("draft" if draft else "generate", draft=draft, alone=draft is None)
+
+    return serve
 
 
 def host_of(run: RunFolder, config: RunConfig, *, api_key: str = "", say: Say = print) -> TargetHost:
     """The host that the config names."""
     if config.server.kind == "embedded":
-        return EmbeddedHost(run, config)
+        return EmbeddedHost(run, config, api_key)
     if config.operate.host.kind == "command":
         return CommandHost(run, config, api_key=api_key, say=say)
     return ManualHost(config, api_key=api_key, say=say)
 
 
-@dataclass(frozen=True)
+@dataclass
 class EmbeddedHost:
-    """Eyas' own engine: a child process for as long as a phase needs it."""
+    """Eyas' own engine: a child process, for as long as a phase needs it or until the next mode."""
 
     run: RunFolder
     config: RunConfig
+    api_key: str = field(default="", repr=False)
+    _engine: EngineProcess | None = field(default=None, repr=False)
 
-    @contextmanager
-    def serving(self, mode: Mode, *, draft: Path | None = None) -> Iterator[list[str]]:
-        if mode in ("extract", "none"):  # the states come from transformers, in our own process
-            yield []
-            return
+    def enter(self, mode: Mode, *, draft: Draft | None = None, alone: bool = False) -> list[str]:
         from eyas.engine.process import EngineProcess
 
-        spec = load_target(self.config.target)
-        engine = EngineProcess(
-            spec.folder,
+        if self._engine is not None:
+            self._engine.stop()
+            self._engine = None
+        if mode in ("extract", "none"):  # the states come from transformers, in our own process
+            return []
+        self._engine = EngineProcess(
+            load_target(self.config.target).folder,
             config=self.config.server.engine,
-            draft_dir=draft,
-            num_draft_tokens=self.config.benchmark.num_draft_tokens,
+            draft_dir=draft.folder if draft else None,
+            num_draft_tokens=draft.shape.num_steps if draft else 0,
             context_length=self.config.target.context_length,
+            api_key=self.api_key,
             log=self.run.logs / f"engine-{mode}.log",
         )
-        with engine:
-            yield [engine.url]
+        self._engine.start()
+        return [self._engine.url]
+
+    @contextmanager
+    def serving(self, mode: Mode, *, draft: Draft | None = None, alone: bool = False) -> Iterator[list[str]]:
+        try:
+            yield self.enter(mode, draft=draft, alone=alone)
+        finally:
+            self.enter("none")
 
 
 @dataclass(frozen=True)
@@ -78,15 +119,17 @@ class ManualHost:
     api_key: str = field(default="", repr=False)
     say: Say = print
 
-    @contextmanager
-    def serving(self, mode: Mode, *, draft: Path | None = None) -> Iterator[list[str]]:
+    def enter(self, mode: Mode, *, draft: Draft | None = None, alone: bool = False) -> list[str]:
         if mode == "none" or (mode == "extract" and self.config.hidden.source != "sglang"):
-            yield []
-            return
-        wanted = f" with the draft {draft}" if mode == "draft" else ""
+            return []
+        wanted = f" with the draft {draft.folder} ({draft.shape})" if draft else ""
         note = f"waiting for {', '.join(self.config.server.urls)} in mode {mode}{wanted}: start the servers now"
-        wait_until_serving(self.config, api_key=self.api_key, note=lambda: self.say(note))
-        yield list(self.config.server.urls)
+        wait_until_serving(self.config, api_key=self.api_key, note=lambda: self.say(note), draft=draft, alone=alone)
+        return list(self.config.server.urls)
+
+    @contextmanager
+    def serving(self, mode: Mode, *, draft: Draft | None = None, alone: bool = False) -> Iterator[list[str]]:
+        yield self.enter(mode, draft=draft, alone=alone)
 
 
 @dataclass(frozen=True)
@@ -98,24 +141,38 @@ class CommandHost:
     api_key: str = field(default="", repr=False)
     say: Say = print
 
-    @contextmanager
-    def serving(self, mode: Mode, *, draft: Path | None = None) -> Iterator[list[str]]:
+    def enter(self, mode: Mode, *, draft: Draft | None = None, alone: bool = False) -> list[str]:
         if mode not in self.config.operate.host.commands:
             if mode != "extract":
                 raise ConfigError(f"operate.host.commands has no command for mode {mode}; add it")
             mode = "none"
         self._run_command(mode, draft)
         if mode == "none":
-            yield []
-            return
-        try:
-            wait_until_serving(self.config, api_key=self.api_key)
-            yield list(self.config.server.urls)
-        finally:
-            self._run_command("none", None)
+            return []
+        wait_until_serving(self.config, api_key=self.api_key, draft=draft, alone=alone)
+        return list(self.config.server.urls)
 
-    def _run_command(self, mode: Mode, draft: Path | None) -> None:
-        command = self.config.operate.host.commands[mode].replace("{draft}", str(draft or ""))
+    @contextmanager
+    def serving(self, mode: Mode, *, draft: Draft | None = None, alone: bool = False) -> Iterator[list[str]]:
+        urls: list[str] = []
+        try:
+            urls = self.enter(mode, draft=draft, alone=alone)
+            yield urls
+        finally:
+            if mode != "none" and (urls or mode in self.config.operate.host.commands):
+                self._run_command("none", None)
+
+    def _run_command(self, mode: Mode, draft: Draft | None) -> None:
+        command = self.config.operate.host.commands[mode]
+        shape = draft.shape if draft else None
+        values = {
+            "draft": str(draft.folder if draft else ""),
+            "steps": str(shape.num_steps if shape else ""),
+            "top_k": str(shape.top_k if shape else ""),
+            "tokens": str(shape.verified if shape else ""),
+        }
+        for name, value in values.items():
+            command = command.replace(f"{{{name}}}", value)
         log = self.run.logs / f"host-{mode}.log"
         self.say(f"host: mode {mode}: {command}")
         with child_process(["/bin/sh", "-c", command], log=log, keeps_group=True) as process:
@@ -127,15 +184,25 @@ class CommandHost:
             )
 
 
-def wait_until_serving(config: RunConfig, *, api_key: str = "", note: Callable[[], None] = lambda: None) -> None:
+def wait_until_serving(
+    config: RunConfig,
+    *,
+    api_key: str = "",
+    note: Callable[[], None] = lambda: None,
+    draft: Draft | None = None,
+    alone: bool = False,
+) -> None:
     """Poll every URL until it is ready and serves the wanted model; `note` is called once if one is not yet there.
+
+    With `draft`, a server that answers without one, or with another, is not yet there, and with `alone` one that drafts
+    at all: it is still the one before.
 
     Raises `ServerError` after `operate.host.ready_timeout_s`, `ConfigError` at once for another model.
     """
     deadline = time.monotonic() + config.operate.host.ready_timeout_s
     is_noted = False
     for url in config.server.urls:
-        while not check_server(url, config, api_key=api_key):
+        while not (check_server(url, config, api_key=api_key) and _drafts(url, draft, api_key, alone=alone)):
             if not is_noted:
                 note()
                 is_noted = True
@@ -144,6 +211,17 @@ def wait_until_serving(config: RunConfig, *, api_key: str = "", note: Callable[[
                     f"server {url} was not ready within {config.operate.host.ready_timeout_s:.0f} s; read its log, then run again"
                 )
             time.sleep(1.0)
+
+
+def _drafts(url: str, draft: Draft | None, api_key: str, *, alone: bool) -> bool:
+    """Whether the server drafts as wanted."""
+    if draft is None and not alone:
+        return True
+    info = server_info(url.rstrip("/"), api_key)
+    if draft is None:
+        return not info.get("speculative_algorithm")
+    checks = identity_checks(info, target=str(info.get("model_path")), draft=str(draft.folder), shape=draft.shape)
+    return all(check.holds for check in checks)
 
 
 def check_server(url: str, config: RunConfig, *, api_key: str = "") -> bool:

@@ -25,7 +25,7 @@ from eyas.operate.children import child_process, last_lines, wait_for
 from eyas.operate.decision import Ask, decide, nobody_answers
 from eyas.operate.following import follow_progress
 from eyas.operate.forecast import sizes_of
-from eyas.operate.hosts import Say, TargetHost, host_of
+from eyas.operate.hosts import Say, TargetHost, host_of, sides_of
 from eyas.operate.phases import PHASES, Phase
 from eyas.operate.plan import PlanKeeper
 from eyas.progress import Progress, Report, recorder, silent
@@ -160,10 +160,8 @@ def _train(work: _Work) -> Manifest:
 def _bench(work: _Work) -> Manifest:
     from eyas.speculate.benchmark import benchmark
 
-    if work.config.server.kind == "embedded":  # it starts its own engines, with the draft and without
-        return benchmark(work.run, work.config, report=work.report, api_key=work.api_key)
-    with work.host().serving("draft", draft=work.run.export):
-        return benchmark(work.run, work.config, report=work.report, api_key=work.api_key)
+    serve = sides_of(work.host(), work.run.export)
+    return benchmark(work.run, work.config, report=work.report, api_key=work.api_key, serve=serve)
 
 
 _STEPS: dict[Phase, Callable[[_Work], Any]] = {

@@ -67,6 +67,7 @@ def gather(run: RunFolder) -> dict[str, Any]:
         "export": str(run.export) if (run.export / "config.json").is_file() else "",
         "plots": _plots(run, names, rows, replays, results),
         "deployment": results.get("deployment"),
+        "engines": _optional(run.benchmark / "engines.json"),
     }
 
 

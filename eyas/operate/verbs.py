@@ -98,6 +98,27 @@ def export_verb(options: argparse.Namespace, api_key: str) -> int:
     return 0
 
 
+def deploy_verb(options: argparse.Namespace, api_key: str) -> int:
+    """The draft in service, or 1 and the reason; Eyas' own engine is tried and then left to `eyas engine`."""
+    from eyas.operate.deploy import deploy
+    from eyas.operate.hosts import host_of
+
+    config = read_config(options)
+    run, key = RunFolder(options.run), server_api_key(config, api_key)
+    host = host_of(run, config, api_key=key)
+    try:
+        decision = deploy(run, config, host, api_key=key)
+    finally:
+        if config.server.kind == "embedded":
+            host.enter("none")
+    if not decision.serves_draft:
+        print(f"not deployed: {decision.reason}", file=sys.stderr)
+        return 1
+    how = f"; serve it: eyas engine --run {run.root} --draft {run.export}" if config.server.kind == "embedded" else ""
+    print(f"deployed: {decision.reason}{how}")
+    return 0
+
+
 def engine_verb(options: argparse.Namespace, api_key: str) -> int:
     """The embedded engine, until Ctrl-C."""
     from eyas.engine.process import EngineProcess

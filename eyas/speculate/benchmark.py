@@ -1,19 +1,20 @@
 """Phase 6: serve the draft, measure what it gains, and decide whether it may be deployed.
 
-The embedded engine is started twice, side by side, once without and once with the draft; real SGLang is
-used where it runs (`server.urls` without, `benchmark.draft_urls` with the draft). Work is kept per set
-(`raw-<set>-<fingerprint>.json`), so a killed benchmark goes on with the sets that are missing.
+Where the two sides come from is `eyas.speculate.servers`' matter. Work is kept per block while it is made
+(`blocks-<fingerprint>/`), so a killed benchmark goes on with the blocks that are missing, and per set when
+it is whole (`raw-<set>-<fingerprint>.json`).
 """
 
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
@@ -23,32 +24,36 @@ from eyas.files import digest_file, read_json, write_bytes, write_json
 from eyas.manifest import Counts, Manifest, file_entries, fingerprint, finished_manifest, load_manifest, now
 from eyas.progress import Progress, Report, silent
 from eyas.speculate.baselines import BigramTable
+from eyas.speculate.blocks import BlockStore
+from eyas.speculate.canary import fits_here
+from eyas.speculate.config import BenchmarkConfig
 from eyas.speculate.deploy import Check, decide, result_checks
-from eyas.speculate.launch import compose_file, launch_command, server_flags
+from eyas.speculate.launch import compose_file, launch_command, server_flags, without_draft
 from eyas.speculate.lossless import LocalJudge, Measure, load_judge
-from eyas.speculate.measure import Predict, measure_set, num_steps
+from eyas.speculate.measure import Predict, collect, compare, num_blocks
 from eyas.speculate.predict import Predictor
 from eyas.speculate.report import render_report
 from eyas.speculate.results import SetMeasurement, summarise
 from eyas.speculate.server_judge import ServerJudge
-from eyas.speculate.servers import Pair, open_servers
+from eyas.speculate.servers import Serve, Servers, open_servers
 from eyas.speculate.sets import BenchmarkPrompt, check_set_names, load_set, set_name
 from eyas.target.spec import TargetSpec, load_target
 from eyas.workspace import RunFolder, exclusive
 
 STAGE = "benchmark"
-VERSION = 1
-_MEMORY_SHARE = 0.4
-"""Of the free memory, what a second copy of the target may take for the replay."""
-
+VERSION = 2
 _CACHE_SLACK_TOKENS = 128
 """Per request in flight: rounding to pages, and drafts under way."""
 
 logger = logging.getLogger(__name__)
 
 
-def benchmark(run: RunFolder, config: RunConfig, report: Report = silent, *, api_key: str = "") -> Manifest:
+def benchmark(
+    run: RunFolder, config: RunConfig, report: Report = silent, *, api_key: str = "", serve: Serve | None = None
+) -> Manifest:
     """Measure the exported draft of `run` and write `benchmark/`; returns its manifest, at once if nothing changed.
+
+    `serve` brings the one host of a real target into serving with the draft and without, by restart.
 
     Raises `ConfigError` for a set or server that does not fit, `ServerError` where a server fails,
     `ArtifactError` where an input is not what its manifest says.
@@ -62,7 +67,7 @@ def benchmark(run: RunFolder, config: RunConfig, report: Report = silent, *, api
     started_at = now()
     with exclusive(run.benchmark / ".lock", "this run's benchmark"):
         _write_launch(run, config, spec)
-        measurements = _measure_all(run, config, spec, wanted, report, api_key)
+        measurements = _measure_all(run, config, spec, wanted, report, api_key, serve)
         results = summarise(
             measurements,
             engine=config.server.kind,
@@ -71,12 +76,12 @@ def benchmark(run: RunFolder, config: RunConfig, report: Report = silent, *, api
         )
         if results["predicted_accept_length"] is None:
             results["predicted_accept_length"] = _figure_of_training(run)
-        identity = [Check.model_validate(check) for measurement in measurements for check in measurement.identity]
+        identity = [Check.model_validate(check) for check in measurements[0].identity]
         decision = decide(identity + result_checks(results, config.benchmark))
         results["deployment"] = decision.model_dump()
         _write_outputs(run, results)
         num_rows = sum(len(measurement.rows) for measurement in measurements)
-        names = ["results.json", "report.md", "launch.sh", "compose.yaml"]
+        names = ["results.json", "report.md", *LAUNCH_FILES]
         names += [_raw_path(run, source, wanted).name for source in config.benchmark.sets]
         manifest = Manifest(
             stage=STAGE,
@@ -98,6 +103,8 @@ def benchmark(run: RunFolder, config: RunConfig, report: Report = silent, *, api
         for path in run.benchmark.glob("raw-*.json"):  # of earlier drafts and settings
             if path.name not in names:
                 path.unlink()
+        for folder in run.benchmark.glob("blocks-*"):
+            shutil.rmtree(folder)
     report(Progress(stage=STAGE, done=num_rows, total=num_rows, unit="prompts", figures=_shown(results), is_final=True))
     return manifest
 
@@ -129,77 +136,68 @@ def _config_that_counts(config: RunConfig) -> dict[str, Any]:
 
 
 def _measure_all(
-    run: RunFolder, config: RunConfig, spec: TargetSpec, wanted: str, report: Report, api_key: str
+    run: RunFolder, config: RunConfig, spec: TargetSpec, wanted: str, report: Report, api_key: str, serve: Serve | None
 ) -> list[SetMeasurement]:
-    found = {source: _load_raw(_raw_path(run, source, wanted)) for source in config.benchmark.sets}
-    missing = [source for source, measurement in found.items() if measurement is None]
-    if missing:
-        prompts = {source: load_set(run, config, spec, source) for source in missing}
-        bigrams = _bigram_table(run)
-        with open_servers(run, config, spec, cache_tokens=_cache_tokens(config, prompts), api_key=api_key) as pair:
-            measure_tie, predict = _truths(run, config, spec, pair)
-            for source in missing:
-                name = set_name(source)
-                steps = _Steps(report, name, num_steps(config.benchmark))
-                measurement = measure_set(
-                    name,
-                    prompts[source],
-                    pair.servers,
-                    config.benchmark,
-                    measure_tie=measure_tie,
-                    bigrams=bigrams,
-                    predict=predict,
-                    step=steps,
-                )
-                measurement = measurement.model_copy(
-                    update={"engine": pair.details, "identity": [check.model_dump() for check in pair.identity]}
-                )
-                write_json(_raw_path(run, source, wanted), measurement.model_dump(), indent=None)
-                found[source] = measurement
-    return [measurement for measurement in found.values() if measurement is not None]
+    kept = [_load_raw(_raw_path(run, source, wanted)) for source in config.benchmark.sets]
+    found = [measurement for measurement in kept if measurement is not None]
+    if len(found) == len(kept):
+        return found
+    prompts = {set_name(source): load_set(run, config, spec, source) for source in config.benchmark.sets}
+    steps = _Steps(report, num_blocks(config.benchmark, {name: len(items) for name, items in prompts.items()}))
+    store = BlockStore(run.benchmark / f"blocks-{wanted[:12]}")
+    with ExitStack() as stack:
+        cache_tokens = _cache_tokens(config, prompts)
+        servers = open_servers(run, config, spec, stack, cache_tokens=cache_tokens, api_key=api_key, serve=serve)
+        blocks, asked = collect(prompts, servers, config.benchmark, store, steps)
+        measure_tie, predict = _truths(run, config, spec, servers)
+        if isinstance(measure_tie, ServerJudge):
+            unknown: Predict = lambda replies: [None] * len(replies)  # noqa: E731
+            compare(blocks, asked, config.benchmark, measure_tie=measure_tie.note, bigrams=BigramTable({}), predict=unknown)
+            measure_tie.ask()
+        measurements = compare(
+            blocks, asked, config.benchmark, measure_tie=measure_tie, bigrams=_bigram_table(run), predict=predict
+        )
+        identity = [check.model_dump() for checks in servers.account.identity.values() for check in checks]
+        update = {"engine": servers.account.details, "identity": identity}
+    measurements = [measurement.model_copy(update=update) for measurement in measurements]
+    for source, measurement in zip(config.benchmark.sets, measurements, strict=True):
+        write_json(_raw_path(run, source, wanted), measurement.model_dump(), indent=None)
+    return measurements
 
 
 def _cache_tokens(config: RunConfig, prompts: dict[str, list[BenchmarkPrompt]]) -> int:
     """Tokens that the cache of one engine must hold, so that two of them fit side by side: what is in flight at most."""
     longest = max(len(prompt.input_ids) for items in prompts.values() for prompt in items) + config.benchmark.max_new_tokens
-    in_flight = max(config.benchmark.counting_concurrency, *config.benchmark.concurrency)
-    return config.server.engine.max_total_tokens or in_flight * (longest + _CACHE_SLACK_TOKENS)
+    return config.server.engine.max_total_tokens or config.benchmark.most_in_flight * (longest + _CACHE_SLACK_TOKENS)
 
 
-def _truths(run: RunFolder, config: RunConfig, spec: TargetSpec, pair: Pair) -> tuple[Measure, Predict]:
+def _truths(run: RunFolder, config: RunConfig, spec: TargetSpec, servers: Servers) -> tuple[Measure, Predict]:
     """How ties are measured and replies replayed: with the target in this process where it fits, or not at all.
 
     Real servers are judged through themselves: their kernels are what may flip a tie.
     """
     num_draft_tokens = config.benchmark.num_draft_tokens
-    through_servers = ServerJudge(off=pair.servers["off"], on=pair.servers["on"])
-    weight_bytes = sum(path.stat().st_size for path in spec.folder.glob("*.safetensors"))
-    if weight_bytes > psutil.virtual_memory().available * _MEMORY_SHARE:
-        logger.warning("target of %d bytes does not fit here: no replay of the served replies", weight_bytes)
+    through_servers = ServerJudge(servers, config.benchmark.shape)
+    if not fits_here(spec):
+        logger.warning("target %s does not fit here: no replay of the served replies", spec.folder)
         return through_servers, lambda replies: [None] * len(replies)
-    model = load_judge(spec, pair.dtype)
+    model = load_judge(spec, servers.account.dtype)
     predict = Predictor(run.export, spec, model, num_draft_tokens).counts
     return (LocalJudge(model, num_draft_tokens) if config.server.kind == "embedded" else through_servers), predict
 
 
 class _Steps:
-    """Counts the blocks of one set and reports each."""
+    """Counts the blocks of each set and reports each."""
 
-    def __init__(self, report: Report, name: str, total: int) -> None:
-        self._report, self._name, self._total, self._done = report, name, total, 0
+    def __init__(self, report: Report, totals: dict[str, int]) -> None:
+        self._report, self._totals, self._done = report, totals, dict.fromkeys(totals, 0)
 
-    def __call__(self, word: str) -> None:
-        self._done += 1
+    def __call__(self, name: str, word: str) -> None:
+        self._done[name] += 1
+        done, total = self._done[name], self._totals[name]
+        figures: dict[str, float | int | str] = {"last": word}
         self._report(
-            Progress(
-                stage=STAGE,
-                name=self._name,
-                done=self._done,
-                total=self._total,
-                unit="blocks",
-                figures={"last": word},
-                is_final=self._done == self._total,
-            )
+            Progress(stage=STAGE, name=name, done=done, total=total, unit="blocks", figures=figures, is_final=done == total)
         )
 
 
@@ -228,17 +226,29 @@ def _bigram_table(run: RunFolder) -> BigramTable:
     return BigramTable.from_records(records())
 
 
+LAUNCH_FILES = ("launch.sh", "launch-without-draft.sh", "compose.yaml", "compose-without-draft.yaml")
+
+
 def _write_launch(run: RunFolder, config: RunConfig, spec: TargetSpec) -> None:
-    wanted = config.benchmark
+    """How an operator starts the target with the draft and without, by hand or by compose."""
+    wanted: BenchmarkConfig = config.benchmark
     flags = server_flags(
         spec.folder,
         run.export.resolve(),
         hardware=wanted.hardware,
-        num_draft_tokens=wanted.num_draft_tokens,
+        shape=wanted.shape,
         tensor_parallel=wanted.tensor_parallel,
+        max_running_requests=wanted.most_in_flight,
     )
-    write_bytes(run.benchmark / "launch.sh", launch_command(flags).encode())
-    write_bytes(run.benchmark / "compose.yaml", compose_file(flags, gpus=wanted.hardware != "cpu").encode())
+    has_gpus = wanted.hardware != "cpu"
+    contents = [
+        launch_command(flags),
+        launch_command(without_draft(flags)),
+        compose_file(flags, gpus=has_gpus),
+        compose_file(without_draft(flags), gpus=has_gpus),
+    ]
+    for name, content in zip(LAUNCH_FILES, contents, strict=True):
+        write_bytes(run.benchmark / name, content.encode())
 
 
 def _write_outputs(run: RunFolder, results: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from eyas.speculate.config import BenchmarkConfig
+from eyas.speculate.config import BenchmarkConfig, DraftShape
 
 
 class Check(BaseModel):
@@ -36,15 +36,15 @@ class Decision(BaseModel):
     checks: list[Check]
 
 
-def identity_checks(server_info: dict[str, Any], *, target: str, draft: str, num_draft_tokens: int) -> list[Check]:
-    """Compare a server's own account (`/server_info`) with the target, draft and chain that were asked for."""
+def identity_checks(server_info: dict[str, Any], *, target: str, draft: str, shape: DraftShape) -> list[Check]:
+    """Compare a server's own account (`/server_info`) with the target, draft and shape that were asked for."""
     wanted: dict[str, Any] = {
         "model_path": target,
         "speculative_algorithm": "EAGLE3",
         "speculative_draft_model_path": draft,
-        "speculative_num_steps": num_draft_tokens,
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": num_draft_tokens + 1,
+        "speculative_num_steps": shape.num_steps,
+        "speculative_eagle_topk": shape.top_k,
+        "speculative_num_draft_tokens": shape.verified,
     }
     return [
         Check(name=key, holds=str(server_info.get(key)) == str(value), seen=str(server_info.get(key)), wanted=str(value))
@@ -68,6 +68,16 @@ def result_checks(results: dict[str, Any], config: BenchmarkConfig) -> list[Chec
                 holds=gap <= config.prediction_tolerance,
                 seen=f"served {accept:.3f}, replayed {predicted:.3f}, {gap:.1%} apart",
                 wanted=f"within {config.prediction_tolerance:.0%}; else the server reads another layer, norm or vocabulary map",
+            )
+        )
+    sampling = results["sampling"]
+    if sampling is not None:
+        checks.append(
+            Check(
+                name="distribution at temperature 1",
+                holds=sampling["holds"],
+                seen=f"p = {sampling['p_value']:.4f} over {sampling['replies_per_side']} replies a side",
+                wanted="the same with the draft and without",
             )
         )
     return checks

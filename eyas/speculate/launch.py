@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from eyas.speculate.config import DraftShape
+
 IMAGE = "lmsysorg/sglang:v0.5.23"
 
 HARDWARE_FLAGS: dict[str, dict[str, str]] = {
@@ -31,11 +33,13 @@ HARDWARE_FLAGS: dict[str, dict[str, str]] = {
 
 
 def server_flags(
-    target: Path | str, draft: Path | str, *, hardware: str, num_draft_tokens: int, tensor_parallel: int
+    target: Path | str, draft: Path | str, *, hardware: str, shape: DraftShape, tensor_parallel: int, max_running_requests: int
 ) -> dict[str, str]:
-    """Flags of `sglang.launch_server`, without dashes; a chain (top-k 1) drafts `num_draft_tokens` and verifies one more.
+    """Flags of `sglang.launch_server`, without dashes.
 
-    SGLang wants all three of steps, top-k and draft tokens or none; with top-k 1 the last is steps + 1.
+    SGLang wants all three of steps, top-k and draft tokens or none; with top-k 1 the last is steps + 1. It lowers
+    `--max-running-requests` to 48 when it speculates, so that is always said. The draft stays in its own precision on a
+    quantised target.
     """
     return {
         "model-path": str(target),
@@ -45,11 +49,18 @@ def server_flags(
         **HARDWARE_FLAGS[hardware],
         "speculative-algorithm": "EAGLE3",
         "speculative-draft-model-path": str(draft),
-        "speculative-num-steps": str(num_draft_tokens),
-        "speculative-eagle-topk": "1",
-        "speculative-num-draft-tokens": str(num_draft_tokens + 1),
+        "speculative-draft-model-quantization": "unquant",
+        "speculative-num-steps": str(shape.num_steps),
+        "speculative-eagle-topk": str(shape.top_k),
+        "speculative-num-draft-tokens": str(shape.verified),
+        "max-running-requests": str(max_running_requests),
         "enable-metrics": "",
     }
+
+
+def without_draft(flags: dict[str, str]) -> dict[str, str]:
+    """The same server with the target alone: what the draft is compared with, and what a rollback goes back to."""
+    return {name: value for name, value in flags.items() if not name.startswith("speculative-")}
 
 
 def launch_command(flags: dict[str, str]) -> str:
@@ -60,7 +71,8 @@ def launch_command(flags: dict[str, str]) -> str:
 
 def compose_file(flags: dict[str, str], *, gpus: bool) -> str:
     """A compose file with one service: host network, the two model folders mounted read-only, an ending on `/ready`."""
-    mounts = [f"{flags[name]}:{flags[name]}:ro" for name in ("model-path", "speculative-draft-model-path")]
+    folders = [flags[name] for name in ("model-path", "speculative-draft-model-path") if name in flags]
+    mounts = [f"{folder}:{folder}:ro" for folder in folders]
     options = [part for name, value in flags.items() for part in ([f"--{name}", value] if value else [f"--{name}"])]
     service: dict[str, Any] = {
         "image": IMAGE,

@@ -1,4 +1,4 @@
-"""Load for the benchmark: the same prompts, ids in and ids out, at temperature 0, with a fixed number in flight.
+"""Load for the benchmark: the same prompts, ids in and ids out, with a fixed number in flight.
 
 The pause between two requests is the client's own and the same on both sides. A reply that is not whole
 raises: a benchmark over failed requests means nothing.
@@ -53,18 +53,22 @@ class Server:
     api_key: str = ""
 
 
-def run_block(server: Server, prompts: Sequence[BenchmarkPrompt], caps: Sequence[int], concurrency: int) -> Block:
+def run_block(
+    server: Server, prompts: Sequence[BenchmarkPrompt], caps: Sequence[int], concurrency: int, *, temperature: float = 0.0
+) -> Block:
     """Send `prompts` in order, `concurrency` in flight, each with its cap in new tokens; replies in the same order."""
-    return asyncio.run(_run_block(server, prompts, caps, concurrency))
+    return asyncio.run(_run_block(server, prompts, caps, concurrency, temperature))
 
 
-async def _run_block(server: Server, prompts: Sequence[BenchmarkPrompt], caps: Sequence[int], concurrency: int) -> Block:
+async def _run_block(
+    server: Server, prompts: Sequence[BenchmarkPrompt], caps: Sequence[int], concurrency: int, temperature: float
+) -> Block:
     async with SGLangClient(server.url, server.config, api_key=server.api_key) as client:
         turns = asyncio.Semaphore(concurrency)
 
         async def one(number: int, prompt: BenchmarkPrompt, cap: int) -> ServedReply:
             async with turns:
-                return await _ask(client, server, prompt, cap, rid=f"benchmark-{number}-{prompt.id}")
+                return await _ask(client, server, prompt, cap, temperature, rid=f"benchmark-{number}-{prompt.id}")
 
         started = time.perf_counter()
         numbered = enumerate(zip(prompts, caps, strict=True))
@@ -79,9 +83,11 @@ async def _run_block(server: Server, prompts: Sequence[BenchmarkPrompt], caps: S
         return Block(replies=list(replies), wall_s=time.perf_counter() - started)
 
 
-async def _ask(client: SGLangClient, server: Server, prompt: BenchmarkPrompt, cap: int, *, rid: str) -> ServedReply:
+async def _ask(
+    client: SGLangClient, server: Server, prompt: BenchmarkPrompt, cap: int, temperature: float, *, rid: str
+) -> ServedReply:
     sampling = {
-        "temperature": 0.0,
+        "temperature": temperature,
         "max_new_tokens": cap,
         "stop_token_ids": list(server.stop_token_ids),
         "skip_special_tokens": False,

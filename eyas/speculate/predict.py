@@ -23,12 +23,16 @@ from eyas.target.spec import TargetSpec
 
 
 class Predictor:
-    """Replays an exported draft against `model`, the target as a `transformers` causal model."""
+    """Replays an exported draft against `model`, the target as a `transformers` causal model.
 
-    def __init__(self, export: Path, spec: TargetSpec, model: Any, num_draft_tokens: int) -> None:
+    `shift` reads every layer so many blocks higher: what an engine with another convention of layer ids would do.
+    """
+
+    def __init__(self, export: Path, spec: TargetSpec, model: Any, num_draft_tokens: int, *, shift: int = 0) -> None:
         draft_spec, tensors = load_export(export)
         lm_head = model.get_output_embeddings().weight.detach()  # [V, H]
-        self._model, self._spec, self._num_draft_tokens = model, spec, num_draft_tokens
+        self._model, self._num_draft_tokens = model, num_draft_tokens
+        self._blocks = [block + shift for block in spec.aux_blocks]
         self._rows = TargetRows.of(lm_head, tensors["d2t"])
         self._draft = Draft(draft_spec, model.get_input_embeddings().weight.detach(), lm_head.dtype)
         self._draft.load_state_dict({name: tensors[name] for name in draft_spec.tensor_shapes})
@@ -42,7 +46,7 @@ class Predictor:
         tokens = torch.tensor([*prompt, *reply])  # [T]
         states = self._model(input_ids=tokens[None], output_hidden_states=True, use_cache=False, logits_to_keep=1).hidden_states
         # hidden_states[0] is the embedding, so [k + 1] is the output of block k; the last one is normed, but no aux block is last.
-        aux = torch.cat([states[block + 1][0] for block in self._spec.aux_blocks], dim=-1)  # [T, 3H]
+        aux = torch.cat([states[block + 1][0] for block in self._blocks], dim=-1)  # [T, 3H]
         mask = torch.zeros(len(tokens), dtype=torch.bool)
         mask[len(prompt) :] = True
         record = Record(id="", dataset="", tokens=tokens, loss_mask=mask, aux=aux, final=aux[:, :0])

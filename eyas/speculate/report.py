@@ -39,7 +39,7 @@ def render_report(results: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [_timing_line(point) for point in results["timing"]]
-    lines += ["", _break_even(results)]
+    lines += ["", _break_even(results), *_grid(results), "", *_sampling(results["sampling"])]
     if accept["position_rates"]:
         rates = ", ".join(f"{rate:.2f}" for rate in accept["position_rates"])
         lines += ["", f"Drafts accepted at each position, given those before it: {rates}."]
@@ -59,6 +59,38 @@ def _break_even(results: dict[str, Any]) -> str:
     return (
         f"From {results['break_even_concurrency']} requests in flight the draft costs more than it gains: serve without it there."
     )
+
+
+def _grid(results: dict[str, Any]) -> list[str]:
+    """Shapes of the draft beside each other, and what to set."""
+    lines: list[str] = []
+    if len(results["grid"]) > 1:
+        loads = " | ".join(f"speed-up at {point['concurrency']}" for point in results["timing"])
+        lines += ["", f"| shape | accept length | verifications | {loads} |", "|---|---|---|" + "---|" * len(results["timing"])]
+        lines += [
+            f"| {shape['shape']} | {shape['accept_length']:.3f} | {shape['num_verifications']:,} | "
+            + " | ".join(
+                f"{point['speedup']:.2f}× ({point['speedup_min']:.2f}–{point['speedup_max']:.2f})" for point in shape["timing"]
+            )
+            + " |"
+            for shape in results["grid"]
+        ]
+    best = [
+        f"{item['shape']} ({item['speedup']:.2f}×) at {item['concurrency']}"
+        if item["shape"]
+        else f"no draft at {item['concurrency']}"
+        for item in results["best"]
+    ]
+    return [*lines, "", f"Best by these figures, in flight: {'; '.join(best)}."] if best else lines
+
+
+def _sampling(sampling: dict[str, Any] | None) -> list[str]:
+    if sampling is None:
+        return ["The distribution above temperature 0 was not tested (`benchmark.sampled_replies` is 0)."]
+    return [
+        f"At temperature 1, {sampling['replies_per_side']} replies a side to {sampling['prompts']} prompts: "
+        f"p = {sampling['p_value']:.4f} that both sides draw from one distribution (permutation test)."
+    ]
 
 
 def _details(details: dict[str, Any]) -> str:

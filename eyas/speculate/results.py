@@ -12,6 +12,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from eyas.speculate.accept import DEFINITION, AcceptCounts, interval, pool
+from eyas.speculate.config import DraftShape
+from eyas.speculate.sampling import same_distribution
 
 Side = Literal["off", "on"]
 Outcome = Literal["identical", "tie", "wrong"]
@@ -57,6 +59,30 @@ class TimedBlock(BaseModel):
     first_tokens_s: list[float] = Field(default_factory=list)
     outcomes: list[Outcome] = Field(default_factory=list)
     """One per reply with the draft, against the reply without it at the same load."""
+    verifications: int = 0
+    accepted: int = 0
+
+
+class GridPoint(BaseModel):
+    """Another shape of the draft on the same set: counted and timed as the headline's."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    shape: DraftShape
+    verifications: int
+    accepted: int
+    histogram: list[int] = Field(default_factory=list)
+    outcomes: list[Outcome]
+    blocks: list[TimedBlock]
+
+
+class Sampled(BaseModel):
+    """Replies to one prompt at temperature 1, without and with the draft."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    off: list[list[int]]
+    on: list[list[int]]
 
 
 class SetMeasurement(BaseModel):
@@ -69,6 +95,8 @@ class SetMeasurement(BaseModel):
     identity: list[dict[str, Any]] = Field(default_factory=list)
     rows: list[Row]
     blocks: list[TimedBlock]
+    grid: list[GridPoint] = Field(default_factory=list)
+    sampled: list[Sampled] = Field(default_factory=list)
 
 
 def summarise(measurements: list[SetMeasurement], *, engine: str, num_draft_tokens: int, min_verifications: int) -> dict[str, Any]:
@@ -81,6 +109,11 @@ def summarise(measurements: list[SetMeasurement], *, engine: str, num_draft_toke
     by_dataset = {name: [row for row in headline if row.dataset == name] for name in sorted({row.dataset for row in headline})}
     per_set = {measurement.name: _accept(measurement.rows) for measurement in measurements}
     overall = _accept(headline)
+    grid = _grid(measurements, DraftShape(num_steps=num_draft_tokens), rows, timing)
+    others = [point for measurement in measurements for point in measurement.grid]
+    outcomes = [row.outcome for row in rows] + [outcome for block in blocks for outcome in block.outcomes]
+    outcomes += [outcome for point in others for outcome in point.outcomes]
+    outcomes += [outcome for point in others for block in point.blocks for outcome in block.outcomes]
     return {
         "schema_version": 1,
         "definition": DEFINITION + "; on the loop-free part of replies",
@@ -103,13 +136,16 @@ def summarise(measurements: list[SetMeasurement], *, engine: str, num_draft_toke
         "all_sets": _accept(rows),
         "per_dataset": {name: _accept(items) for name, items in by_dataset.items()},
         "per_set": per_set,
-        "outputs": _outputs([row.outcome for row in rows] + [outcome for block in blocks for outcome in block.outcomes]),
+        "outputs": _outputs(outcomes),
         "predicted_accept_length": overall["predicted_accept_length"],
         "baselines": overall["baselines"],
         "beats_baselines": all(value < overall["accept_length"] for value in overall["baselines"].values()),
         "speedup": timing[0]["speedup"] if timing else None,
         "break_even_concurrency": next((point["concurrency"] for point in timing if point["speedup"] < 1), None),
         "timing": timing,
+        "grid": grid,
+        "best": _best(grid),
+        "sampling": same_distribution([(item.off, item.on) for measurement in measurements for item in measurement.sampled]),
         "timing_per_set": {measurement.name: _timing(measurement.blocks) for measurement in measurements},
         "loops": {
             "replies": len(rows),
@@ -118,6 +154,50 @@ def summarise(measurements: list[SetMeasurement], *, engine: str, num_draft_toke
             "loop_free_tokens": sum(row.loop_free_tokens for row in rows),
         },
     }
+
+
+def _grid(
+    measurements: list[SetMeasurement], shape: DraftShape, rows: list[Row], timing: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Every shape of the draft over all sets, the headline's first."""
+    points = [_shape_point(shape, pool(row.counts for row in rows), timing)]
+    for other in dict.fromkeys(point.shape for measurement in measurements for point in measurement.grid):
+        mine = [point for measurement in measurements for point in measurement.grid if point.shape == other]
+        total = pool(
+            AcceptCounts(verifications=point.verifications, accepted=point.accepted, histogram=tuple(point.histogram))
+            for point in mine
+        )
+        points.append(_shape_point(other, total, _timing([block for point in mine for block in point.blocks])))
+    return points
+
+
+def _shape_point(shape: DraftShape, counts: AcceptCounts, timing: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "shape": str(shape),
+        "num_steps": shape.num_steps,
+        "top_k": shape.top_k,
+        "num_verified": shape.verified,
+        "accept_length": counts.accept_length,
+        "num_verifications": counts.verifications,
+        "num_accepted": counts.accepted,
+        "position_rates": counts.position_rates,
+        "timing": timing,
+    }
+
+
+def _best(grid: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per number of requests in flight, the shape with the largest speed-up, or none where every block pair of it lost.
+
+    A shape is recommended only where its slowest pair of blocks still gained: what lies within the spread is no gain.
+    """
+    best = []
+    for concurrency in dict.fromkeys(point["concurrency"] for shape in grid for point in shape["timing"]):
+        seen = [(point["speedup"], point, shape["shape"]) for shape in grid for point in shape["timing"]]
+        seen = [item for item in seen if item[1]["concurrency"] == concurrency]
+        speedup, point, shape = max(seen, key=lambda item: item[0])
+        is_gain = point["speedup_min"] > 1
+        best.append({"concurrency": concurrency, "shape": shape if is_gain else None, "speedup": speedup if is_gain else 1.0})
+    return best
 
 
 def _accept(rows: list[Row]) -> dict[str, Any]:
@@ -162,6 +242,9 @@ def _timing(blocks: list[TimedBlock]) -> list[dict[str, Any]]:
                 "speedup_min": min(pairs),
                 "speedup_max": max(pairs),
                 "block_pairs": len(pairs),
+                "accept_length": pool(
+                    AcceptCounts(verifications=block.verifications, accepted=block.accepted) for block in sides["on"]
+                ).accept_length,
                 **{f"tokens_per_s_{side}": rates[side] for side in sides},
                 **{
                     f"latency_s_{side}": _percentiles([time for item in items for time in item.latencies_s])

@@ -12,17 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from eyas.config import RunConfig, load_config
-from eyas.errors import ConfigError, EyasError, ServerError
+from eyas.config import RunConfig
+from eyas.errors import ConfigError, EyasError
 from eyas.files import read_json
 from eyas.operate import pipeline
 from eyas.operate.children import child_process, is_alive, last_lines, wait_for
 from eyas.operate.following import follow_log, follow_progress
-from eyas.operate.hosts import CommandHost, ManualHost, host_of
 from eyas.operate.terminal import PlainLines
 from eyas.progress import Progress, recorder
 from eyas.workspace import RunFolder, exclusive
-from tests.operate.test_preflight import model_server
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -116,49 +114,6 @@ def test_run_json_names_config_versions_and_target(run: RunFolder, config: RunCo
 def test_a_failed_trainer_is_told_with_its_own_words(run: RunFolder) -> None:
     with pytest.raises(EyasError, match=r"training ended with code \d.*manifest.json"):
         pipeline.train_in_child(run)
-
-
-def test_commands_bring_the_host_into_a_mode_and_back(run: RunFolder, tmp_path: Path, config_file: Callable[..., Path]) -> None:
-    trace = tmp_path / "trace"
-    commands = {mode: f"echo {mode} {{draft}} >> {trace}" for mode in ("generate", "none", "draft")}
-    with model_server({"model_path": "/somewhere/target"}) as url:
-        config = load_config(
-            config_file(server={"kind": "sglang", "urls": [url]}, operate={"host": {"kind": "command", "commands": commands}})
-        )
-        host = host_of(run, config, say=lambda text: None)
-        assert isinstance(host, CommandHost)
-        with host.serving("generate") as urls:
-            assert urls == [url]
-            assert trace.read_text().split() == ["generate"]
-        with host.serving("draft", draft=Path("/exported")):
-            pass
-        with host.serving("extract") as urls:  # no command of its own: the processors are freed
-            assert urls == []
-    assert trace.read_text().splitlines() == ["generate", "none", "draft /exported", "none", "none"]
-
-
-def test_a_failed_command_is_told_with_its_output(run: RunFolder, config_file: Callable[..., Path]) -> None:
-    commands = {"generate": "echo no such unit; exit 4", "none": "true"}
-    config = load_config(
-        config_file(
-            server={"kind": "sglang", "urls": ["http://127.0.0.1:1"]}, operate={"host": {"kind": "command", "commands": commands}}
-        )
-    )
-    with pytest.raises(ServerError, match="code 4: no such unit"), host_of(run, config, say=lambda _: None).serving("generate"):
-        pass
-
-
-def test_the_operator_is_told_what_to_start_and_given_time(run: RunFolder, config_file: Callable[..., Path]) -> None:
-    host = {"ready_timeout_s": 0.1}
-    config = load_config(config_file(server={"kind": "sglang", "urls": ["http://127.0.0.1:1"]}, operate={"host": host}))
-    said: list[str] = []
-    manual = host_of(run, config, say=said.append)
-    assert isinstance(manual, ManualHost)
-    with pytest.raises(ServerError, match="not ready within"), manual.serving("generate"):
-        pass
-    assert "start the servers now" in said[0]
-    with manual.serving("extract") as urls:
-        assert urls == []
 
 
 def test_plain_lines_are_few_and_say_rate_and_remaining_time(

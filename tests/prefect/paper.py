@@ -110,7 +110,7 @@ def install(paper: Paper, patch: pytest.MonkeyPatch) -> None:
     def export_draft(run: RunFolder, config: RunConfig) -> Manifest:
         return paper.make("export", run.export, "", {"draft": _digest(run.draft)}, config.draft, "export")
 
-    def benchmark(run: RunFolder, config: RunConfig, report: Any, api_key: str) -> Manifest:
+    def benchmark(run: RunFolder, config: RunConfig, report: Any, api_key: str, serve: Any) -> Manifest:
         return paper.make("benchmark", run.benchmark, "", {"export": _digest(run.export)}, config.benchmark, "results")
 
     async def train(command: list[str], **options: Any) -> None:

@@ -38,13 +38,13 @@ def tiny_target() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-_replies: dict[tuple[int, ...], list[int]] = {}
+_replies: dict[tuple[int, ...], list[int]] = {}  # (id of the model, *prompt)
 
 
 @torch.inference_mode()
 def greedy(model: Any, prompt: list[int], cap: int, stop: list[int]) -> list[int]:
     """The slow truth, one whole forward per token; what was made once is kept."""
-    reply = _replies.setdefault(tuple(prompt), [])
+    reply = _replies.setdefault((id(model), *prompt), [])
     while len(reply) < cap:
         reply.append(int(model(torch.tensor([prompt + reply])).logits[0, -1].argmax()))
     end = next((place for place, token in enumerate(reply[:cap]) if token in stop), cap - 1)

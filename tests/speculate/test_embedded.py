@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,13 @@ from eyas.draft.config import DraftConfig
 from eyas.draft.data import Record, make_batch
 from eyas.draft.model import Draft, rms_norm
 from eyas.draft.spec import DraftSpec
-from eyas.engine.config import EngineConfig
-from eyas.engine.process import EngineProcess
-from eyas.sglang.config import ServerConfig
 from eyas.speculate.baselines import BigramTable
-from eyas.speculate.config import BenchmarkConfig
-from eyas.speculate.load import Server
+from eyas.speculate.blocks import SIDES, BlockStore
 from eyas.speculate.lossless import LocalJudge
-from eyas.speculate.measure import measure_set
+from eyas.speculate.measure import collect, compare
 from eyas.speculate.predict import Predictor
 from eyas.speculate.results import SetMeasurement
+from eyas.speculate.sampling import same_distribution
 from eyas.speculate.servers import open_servers
 from eyas.speculate.sets import BenchmarkPrompt
 from eyas.target.config import TargetConfig
@@ -85,29 +83,43 @@ def fit_draft(model: Any, spec: TargetSpec, folder: Path, *, steps: int = 25) ->
 
 @pytest.fixture(scope="module")
 def measured(model: Any, tmp_path_factory: pytest.TempPathFactory) -> SetMeasurement:
-    folder, export = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("export")
+    folder, run = tmp_path_factory.mktemp("target"), RunFolder(tmp_path_factory.mktemp("run")).create()
     spec = save_target(model, folder)
-    fit_draft(model, spec, export)
-    engine = EngineConfig(dtype="float32", threads=1, max_running_requests=8)
-    config = BenchmarkConfig(num_draft_tokens=K, max_new_tokens=CAP, timed_prompts=2, counting_concurrency=4)
-    with (
-        EngineProcess(folder, config=engine) as off,
-        EngineProcess(folder, config=engine, draft_dir=export, num_draft_tokens=K) as on,
-    ):
-        servers = {
-            side: Server(url=process.url, config=ServerConfig(), has_draft=process is on, stop_token_ids=(2,))
-            for side, process in (("off", off), ("on", on))
-        }
-        return measure_set(
-            "heldout",
-            PROMPTS,
-            servers,  # type: ignore[arg-type]
-            config,
+    run.export.mkdir(parents=True)
+    fit_draft(model, spec, run.export)
+    settings = {"num_draft_tokens": K, "max_new_tokens": CAP, "timed_prompts": 2, "counting_concurrency": 4, "dtype": "float32"}
+    settings |= {"grid": [{"num_steps": 2}], "sampled_replies": 60, "sampled_prompts": 2}
+    config = RunConfig.model_validate(
+        {"target": {"model": str(folder)}, "server": {"engine": {"threads": 1}}, "benchmark": settings}
+    )
+    with ExitStack() as stack:
+        servers = open_servers(run, config, spec, stack, cache_tokens=2048, api_key="")
+        store = BlockStore(run.benchmark / "blocks")
+        blocks, asked = collect({"heldout": PROMPTS}, servers, config.benchmark, store, lambda name, word: None)
+        assert all(check.holds for checks in servers.account.identity.values() for check in checks)
+        (measurement,) = compare(
+            blocks,
+            asked,
+            config.benchmark,
             measure_tie=LocalJudge(model, K),
             bigrams=BigramTable({}),
-            predict=Predictor(export, spec, model, K).counts,
-            step=lambda word: None,
+            predict=Predictor(run.export, spec, model, K).counts,
         )
+    return measurement
+
+
+def test_a_shorter_chain_is_the_same_draft_cut_short(measured: SetMeasurement) -> None:
+    (point,) = measured.grid
+    assert set(point.outcomes) == {"identical"}
+    assert 1 < 1 + point.accepted / point.verifications <= 3
+    assert len(point.histogram) <= 3
+
+
+def test_replies_at_temperature_1_come_from_one_distribution(measured: SetMeasurement) -> None:
+    found = same_distribution([(item.off, item.on) for item in measured.sampled])
+    assert found is not None
+    assert (found["prompts"], found["replies_per_side"], found["holds"]) == (2, 120, True)
+    assert len({tuple(reply) for reply in measured.sampled[0].on}) > 10
 
 
 def test_every_reply_in_fp32_is_identical(measured: SetMeasurement) -> None:
@@ -138,6 +150,8 @@ def test_both_engines_serve_the_configured_context(model: Any, tmp_path: Path) -
     fit_draft(model, spec, run.export, steps=0)
     engine = {"dtype": "float32", "threads": 1, "max_running_requests": 2}
     config = RunConfig.model_validate({"target": {"model": str(target), "context_length": 64}, "server": {"engine": engine}})
-    with open_servers(run, config, spec, cache_tokens=256, api_key="") as pair:
-        contexts = [httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] for server in pair.servers.values()]
+    with ExitStack() as stack:
+        servers = open_servers(run, config, spec, stack, cache_tokens=256, api_key="")
+        urls = [servers.get(side, config.benchmark.shape).url for side in SIDES[:2]]
+        contexts = [httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] for url in urls]
     assert contexts == [64, 64]

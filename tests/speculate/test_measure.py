@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ from eyas.errors import EyasError, ServerError
 from eyas.sglang.config import ServerConfig
 from eyas.speculate.accept import AcceptCounts
 from eyas.speculate.baselines import BigramTable
-from eyas.speculate.config import BenchmarkConfig
+from eyas.speculate.blocks import BlockStore
+from eyas.speculate.config import BenchmarkConfig, DraftShape
 from eyas.speculate.load import Server, run_block
 from eyas.speculate.lossless import LocalJudge
-from eyas.speculate.measure import measure_set, num_steps
-from eyas.speculate.results import SetMeasurement
+from eyas.speculate.measure import collect, compare, num_blocks
+from eyas.speculate.results import SetMeasurement, Side
 from eyas.speculate.sets import BenchmarkPrompt
 from tests.speculate.conftest import FakeEngine, greedy, served
 
@@ -26,26 +28,39 @@ def server(url: str, *, has_draft: bool) -> Server:
     return Server(url=url, config=ServerConfig(), has_draft=has_draft, stop_token_ids=(2,))
 
 
-def measure(model: Any, draft: FakeEngine, config: BenchmarkConfig = CONFIG) -> tuple[SetMeasurement, FakeEngine, list[str]]:
-    plain, steps = FakeEngine(model), []
+class Given:
+    """Servers that a test has started, each time they are asked for written down."""
+
+    def __init__(self, off: str, on: str, *, is_side_by_side: bool = True) -> None:
+        self.urls, self.is_side_by_side, self.asked = {"off": off, "on": on}, is_side_by_side, list[str]()
+
+    def get(self, side: Side, shape: DraftShape, *, fresh: bool = False) -> Server:
+        self.asked.append(f"{side} {shape}" if side == "on" else side)
+        return server(self.urls[side], has_draft=side == "on")
+
+
+def measure(
+    model: Any, draft: FakeEngine, folder: Path, config: BenchmarkConfig = CONFIG, *, is_side_by_side: bool = True
+) -> tuple[SetMeasurement, FakeEngine, list[str], list[str]]:
+    plain, steps = FakeEngine(model), list[str]()
     with served(plain) as off, served(draft) as on:
-        measurement = measure_set(
-            "heldout",
-            PROMPTS,
-            {"off": server(off, has_draft=False), "on": server(on, has_draft=True)},
+        servers: Any = Given(off, on, is_side_by_side=is_side_by_side)
+        blocks, asked = collect({"heldout": PROMPTS}, servers, config, BlockStore(folder), lambda _, word: steps.append(word))
+        (measurement,) = compare(
+            blocks,
+            asked,
             config,
             measure_tie=LocalJudge(model, config.num_draft_tokens),
             bigrams=BigramTable({}),
             predict=lambda pairs: [AcceptCounts(verifications=len(reply), accepted=1) for _, reply in pairs],
-            step=steps.append,
         )
-    return measurement, plain, steps
+    return measurement, plain, steps, servers.asked
 
 
-def test_same_prompts_as_ids_at_temperature_0_on_both_sides(model: Any) -> None:
+def test_same_prompts_as_ids_at_temperature_0_on_both_sides(model: Any, tmp_path: Path) -> None:
     draft = FakeEngine(model, accepted=1)
-    measurement, plain, steps = measure(model, draft)
-    assert len(steps) == num_steps(CONFIG)
+    measurement, plain, steps, _ = measure(model, draft, tmp_path)
+    assert len(steps) == num_blocks(CONFIG, {"heldout": 3})["heldout"] == 10
     for requests in (plain.requests, draft.requests):
         assert {tuple(request["input_ids"]) for request in requests} == {tuple(prompt.input_ids) for prompt in PROMPTS}
         assert all(request["sampling_params"]["temperature"] == 0 for request in requests)
@@ -56,19 +71,20 @@ def test_same_prompts_as_ids_at_temperature_0_on_both_sides(model: Any) -> None:
     ]
 
 
-def test_timed_blocks_go_off_on_on_off_and_make_the_same_tokens(model: Any) -> None:
-    measurement, _, _ = measure(model, FakeEngine(model, accepted=1))
+def test_timed_blocks_go_off_on_on_off_and_make_the_same_tokens(model: Any, tmp_path: Path) -> None:
+    measurement, _, steps, _ = measure(model, FakeEngine(model, accepted=1), tmp_path)
+    assert [step.split()[-4] for step in steps[-8:]] == ["off", "on", "on", "off"] * 2
     assert [block.side for block in measurement.blocks] == ["off", "on", "on", "off"] * 2
     assert [block.concurrency for block in measurement.blocks] == [1] * 4 + [2] * 4
     assert len({block.output_tokens for block in measurement.blocks if block.concurrency == 1}) == 1
     assert all(len(block.outcomes) == (len(block.latencies_s) if block.side == "on" else 0) for block in measurement.blocks)
 
 
-def test_replies_are_cut_where_their_loop_begins(model: Any) -> None:
+def test_replies_are_cut_where_their_loop_begins(model: Any, tmp_path: Path) -> None:
     """The tiny target loops; the part that is counted holds no repetition, and only that part is asked of the draft."""
     draft = FakeEngine(model, accepted=1)
     config = CONFIG.model_copy(update={"max_new_tokens": 120})
-    measurement, _, _ = measure(model, draft, config)
+    measurement, _, _, _ = measure(model, draft, tmp_path, config)
     looping = [row for row in measurement.rows if row.loop_free_tokens < len(row.reference_ids)]
     assert looping
     for row in looping:
@@ -77,14 +93,50 @@ def test_replies_are_cut_where_their_loop_begins(model: Any) -> None:
         assert row.draft_ids == row.reference_ids[: row.loop_free_tokens]
 
 
-def test_a_wrong_token_with_the_draft_is_found(model: Any) -> None:
+def test_a_wrong_token_with_the_draft_is_found(model: Any, tmp_path: Path) -> None:
     def spoil(ids: list[int]) -> list[int]:
         return [*ids[:5], (ids[5] + 1) % 96, *ids[6:]] if len(ids) > 6 else ids
 
-    measurement, _, _ = measure(model, FakeEngine(model, accepted=1, change=spoil))
+    measurement, _, _, _ = measure(model, FakeEngine(model, accepted=1, change=spoil), tmp_path)
     assert {row.outcome for row in measurement.rows} == {"wrong"}
     assert all(row.difference["position"] == 5 and row.difference["gap"] > row.difference["epsilon"] for row in measurement.rows)
     assert {outcome for block in measurement.blocks for outcome in block.outcomes} == {"wrong"}
+
+
+GRID = CONFIG.model_copy(update={"grid": [DraftShape(num_steps=2, top_k=4, num_verified=8)]})
+
+
+def test_one_host_is_restarted_between_blocks_and_every_shape_is_compared_with_the_target(model: Any, tmp_path: Path) -> None:
+    """Off, on, on, off for each shape, all points within one start: four starts per shape and round."""
+    measurement, _, _, asked = measure(model, FakeEngine(model, accepted=1), tmp_path, GRID, is_side_by_side=False)
+    tree = "on K=2 top-k=4 tokens=8"
+    assert asked == ["off", "on K=3", "on K=3", "off", "off", tree, tree, "off"]
+    assert [block.side for block in measurement.blocks] == ["off", "on", "on", "off"] * 2
+    (point,) = measurement.grid
+    assert str(point.shape) == "K=2 top-k=4 tokens=8"
+    assert point.verifications == sum(row.verifications for row in measurement.rows)
+    assert set(point.outcomes) == {"identical"}
+    assert [block.concurrency for block in point.blocks] == [1] * 4 + [2] * 4
+
+
+def test_a_killed_benchmark_goes_on_with_the_next_block(model: Any, tmp_path: Path) -> None:
+    draft = FakeEngine(model, accepted=1)
+    whole, plain, _, _ = measure(model, draft, tmp_path, GRID, is_side_by_side=False)
+    sent = len(draft.requests)
+    for path in sorted(tmp_path.glob("*_on_time_2_0_2.json")):  # both shapes' second block with the draft at two in flight
+        path.write_bytes(path.read_bytes()[:50])
+    again, plain, _, asked = measure(model, draft, tmp_path, GRID, is_side_by_side=False)
+    assert len(draft.requests) - sent == 2 * 4  # four prompts at two in flight, for each shape
+    assert not plain.requests
+    assert {name.split()[0] for name in asked} == {"on"}
+    assert [row.model_dump() for row in again.rows] == [row.model_dump() for row in whole.rows]
+
+
+def test_a_set_smaller_than_the_load_is_gone_through_again(model: Any, tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"concurrency": [4]})
+    measurement, _, _, _ = measure(model, FakeEngine(model, accepted=1), tmp_path, config)
+    assert [len(block.latencies_s) for block in measurement.blocks] == [8] * 4
+    assert all(set(block.outcomes) <= {"identical"} for block in measurement.blocks)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from eyas.speculate.config import BenchmarkConfig
+from eyas.speculate.config import BenchmarkConfig, DraftShape
 from eyas.speculate.deploy import Check, decide, identity_checks, result_checks
 from eyas.speculate.report import render_report
-from eyas.speculate.results import Row, SetMeasurement, TimedBlock, summarise
+from eyas.speculate.results import GridPoint, Row, Sampled, SetMeasurement, TimedBlock, summarise
 
 
 def row(id_: str, dataset: str, counts: tuple[int, int], **changes: Any) -> Row:
@@ -137,8 +137,36 @@ def test_server_without_the_draft_fails_its_identity() -> None:
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": 4,
     }
-    wanted: dict[str, Any] = {"target": "/m", "draft": "/d", "num_draft_tokens": 3}
+    wanted: dict[str, Any] = {"target": "/m", "draft": "/d", "shape": DraftShape(num_steps=3)}
     assert all(check.holds for check in identity_checks(good, **wanted))
     for key in good:
         failed = [check.name for check in identity_checks(good | {key: None}, **wanted) if not check.holds]
         assert failed == [key]
+
+
+def test_best_shape_per_load_is_one_whose_slowest_pair_still_gained(measurements: list[SetMeasurement]) -> None:
+    """K=3: 2.0 at one in flight. K=5: 2.5 in the mean, but one pair lost; at eight every shape loses."""
+    measurements[0].blocks += [block("off", 1.0, concurrency=8), block("on", 1.5, concurrency=8)]
+    blocks = [block("off", 4.0), block("on", 1.0), block("on", 4.0), block("off", 3.8)]
+    blocks += [block("off", 1.0, concurrency=8), block("on", 1.25, concurrency=8)]
+    counts = {"verifications": 20, "accepted": 30, "histogram": [4, 6, 6, 4], "outcomes": ["identical", "wrong"]}
+    measurements[0].grid.append(GridPoint(shape=DraftShape(num_steps=5), blocks=blocks, **counts))
+    results = results_of(measurements)
+    assert [shape["shape"] for shape in results["grid"]] == ["K=3", "K=5"]
+    assert results["grid"][1]["accept_length"] == pytest.approx(2.5)
+    assert results["grid"][1]["position_rates"] == pytest.approx([16 / 20, 10 / 16, 4 / 10])
+    assert results["best"] == [
+        {"concurrency": 1, "shape": "K=3", "speedup": pytest.approx(2.0)},
+        {"concurrency": 8, "shape": None, "speedup": 1.0},
+    ]
+    assert results["outputs"]["wrong"] == 1
+    text = render_report(results)
+    assert "| K=5 | 2.500 | 20 |" in text
+    assert "K=3 (2.00×) at 1; no draft at 8" in text
+
+
+def test_a_distribution_that_differs_stops_the_deployment(measurements: list[SetMeasurement]) -> None:
+    measurements[0].sampled = [Sampled(off=[[1, 2]] * 30, on=[[1, 3]] * 30)]
+    check = checks_of(measurements)["distribution at temperature 1"]
+    assert not check.holds
+    assert "30 replies a side" in check.seen

@@ -1,0 +1,73 @@
+"""Put the draft of a finished benchmark into service, or leave the target without one and say why.
+
+Brings the host into mode draft, sends the canary to every server, and goes back to the target alone if anything does
+not hold, be it that the servers never came up. What was decided stands in `benchmark/deployment.json`.
+"""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from eyas.config import RunConfig
+from eyas.errors import ArtifactError, EyasError
+from eyas.files import read_json, write_json
+from eyas.manifest import Manifest, now, verify_manifest
+from eyas.operate.hosts import Draft, Say, TargetHost
+from eyas.speculate.canary import canary
+from eyas.speculate.deploy import Check, Decision, decide
+from eyas.speculate.results import Row, SetMeasurement
+from eyas.target.spec import load_target
+from eyas.workspace import RunFolder
+
+CANARIES = 32
+
+
+def deploy(run: RunFolder, config: RunConfig, host: TargetHost, *, api_key: str = "", say: Say = print) -> Decision:
+    """Serve the draft if every check holds; otherwise the host serves the target alone. The host is left serving.
+
+    Raises `ArtifactError` where the benchmark is missing or damaged, and whatever the way back raises.
+    """
+    manifest = verify_manifest(run.benchmark)
+    measured = Decision.model_validate(_results(run)["deployment"])
+    export = run.export.resolve()
+    if not measured.serves_draft:
+        say(f"the benchmark does not let the draft be served: {measured.reason}")
+        return _record(run, measured, "nothing was switched")
+    spec = load_target(config.target)
+    rows = canary_rows(run, manifest)
+    checks: list[Check] = []
+    try:
+        for url in host.enter("draft", draft=Draft(export, config.benchmark.shape)):
+            checks += canary(url, rows, config, spec, export, api_key=api_key)
+    except EyasError as error:
+        checks.append(Check(name="service", holds=False, seen=str(error), wanted="servers that answer with the draft"))
+    decision = decide(checks)
+    if decision.serves_draft:
+        return _record(run, decision, "serving with the draft")
+    say(f"going back to the target without draft: {decision.reason}")
+    _record(run, decision, "going back")  # first, so that the reason stands even if the way back fails
+    host.enter("generate", alone=True)
+    return _record(run, decision, "rolled back: serving the target without draft")
+
+
+def canary_rows(run: RunFolder, manifest: Manifest) -> list[Row]:
+    """Up to 32 rows of the benchmark's first set, as its raw file has them."""
+    name = next((entry.path for entry in manifest.files if entry.path.startswith("raw-")), None)
+    if name is None:
+        raise ArtifactError(f"{run.benchmark}/manifest.json names no raw file; run the benchmark again")
+    try:
+        return SetMeasurement.model_validate(read_json(run.benchmark / name)).rows[:CANARIES]
+    except ValidationError as error:
+        raise ArtifactError(f"{run.benchmark / name} is not what this version writes; run the benchmark again") from error
+
+
+def _results(run: RunFolder) -> dict[str, object]:
+    results = read_json(run.benchmark / "results.json")
+    if not isinstance(results, dict) or "deployment" not in results:
+        raise ArtifactError(f"{run.benchmark}/results.json holds no decision; run the benchmark again")
+    return results
+
+
+def _record(run: RunFolder, decision: Decision, outcome: str) -> Decision:
+    write_json(run.benchmark / "deployment.json", {"at": now(), "outcome": outcome, **decision.model_dump()})
+    return decision

@@ -1,0 +1,106 @@
+"""A deployment on a host that does as told: in service, or back to the target alone with the reason on record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyas.errors import ArtifactError, ServerError
+from eyas.operate.deploy import deploy
+from eyas.operate.hosts import Draft
+from eyas.speculate.benchmark import benchmark
+from eyas.workspace import RunFolder
+from tests.speculate.conftest import VOCAB, FakeEngine, model, served
+from tests.speculate.test_benchmark import Stage, run, target_folder
+
+__all__ = ["model", "run", "target_folder"]  # fixtures
+
+
+class Host:
+    """Remembers the modes; its servers are the stage's."""
+
+    def __init__(self, urls: dict[str, str]) -> None:
+        self.urls, self.modes = urls, list[str]()
+        self.fails: str | None = None
+
+    def enter(self, mode: str, *, draft: Draft | None = None, alone: bool = False) -> list[str]:
+        self.modes.append(f"{mode} alone" if alone else f"{mode} {draft.shape if draft else ''}")
+        if self.fails == mode:
+            raise ServerError(f"mode {mode} never came up")
+        return [self.urls[mode]]
+
+
+class Scene(Stage):
+    host: Host
+
+    def deploy(self) -> Any:
+        return deploy(self.run, self.config, self.host, say=lambda _: None)  # type: ignore[arg-type]
+
+    @property
+    def record(self) -> Any:
+        return json.loads((self.run.benchmark / "deployment.json").read_text())
+
+
+@pytest.fixture
+def scene(model: Any, run: RunFolder, target_folder: Path) -> Iterator[Scene]:
+    """A benchmark whose draft, which accepts nothing, is allowed by a floor of 1."""
+    off, on = FakeEngine(model), FakeEngine(model, accepted=0)
+    off.info = on.info = {"model_path": str(target_folder)}
+    with served(off) as off_url, served(on) as on_url:
+        scene = Scene(run, target_folder, [off_url, on_url], [off, on])
+        scene.on.info |= {"model_path": str(target_folder)}
+        scene.config = scene.config.model_copy(
+            update={"benchmark": scene.config.benchmark.model_copy(update={"accept_floor": 1.0, "prediction_tolerance": 0.2})}
+        )
+        scene.host = Host({"draft": on_url, "generate": off_url})
+        benchmark(scene.run, scene.config)
+        yield scene
+
+
+def test_a_draft_that_passes_stays_in_service(scene: Scene) -> None:
+    assert scene.deploy().serves_draft
+    assert scene.host.modes == ["draft K=3"]
+    assert scene.record["outcome"] == "serving with the draft"
+
+
+def test_a_wrong_canary_reply_rolls_back_to_the_target_alone(scene: Scene) -> None:
+    scene.on.change = lambda ids: [*ids[:3], *((token + 1) % VOCAB for token in ids[3:4]), *ids[4:]]
+    assert not scene.deploy().serves_draft
+    assert scene.host.modes == ["draft K=3", "generate alone"]
+    assert "canary replies: 5 of 5 wrong" in scene.record["reason"]
+    assert scene.record["outcome"].startswith("rolled back")
+
+
+def test_servers_that_never_come_up_with_the_draft_are_rolled_back(scene: Scene) -> None:
+    scene.host.fails = "draft"
+    assert "never came up" in scene.deploy().reason
+    assert scene.host.modes[-1] == "generate alone"
+
+
+def test_a_way_back_that_fails_is_told_and_the_reason_stands(scene: Scene) -> None:
+    scene.on.info["speculative_num_steps"] = 5
+    scene.host.fails = "generate"
+    with pytest.raises(ServerError, match="mode generate"):
+        scene.deploy()
+    assert scene.record["outcome"] == "going back"
+    assert "speculative_num_steps: 5, wanted 3" in scene.record["reason"]
+
+
+def test_a_refused_benchmark_switches_nothing(scene: Scene) -> None:
+    scene.on.accepted = 2  # no replay says so
+    scene.config = scene.config.model_copy(update={"benchmark": scene.config.benchmark.model_copy(update={"timed_prompts": 1})})
+    benchmark(scene.run, scene.config)
+    assert not scene.deploy().serves_draft
+    assert scene.host.modes == []
+    assert scene.record["outcome"] == "nothing was switched"
+
+
+def test_a_damaged_benchmark_is_refused(scene: Scene) -> None:
+    (scene.run.benchmark / "results.json").write_text("{}")
+    with pytest.raises(ArtifactError):
+        scene.deploy()
+    assert scene.host.modes == []
