@@ -1,6 +1,8 @@
 """Prompts of benchmark sets: what phase 6 measures on, and what must not be trained on.
 
-A name is `package:mt-bench`, `package:humaneval`, any other package source, or `file:PATH` of prompts.
+A name is `package:mt-bench`, `package:humaneval`, any other package source, `file:PATH` of prompts (one's own traffic), or
+`hub:ID,SUBSET,SPLIT` read with the `datasets` library, for instance `hub:openai/gsm8k,main,test` or
+`hub:HuggingFaceH4/MATH-500,,test`; subset and split may be left out (the default one, and train).
 """
 
 from __future__ import annotations
@@ -47,4 +49,8 @@ def benchmark_identity(name: str) -> dict[str, Any]:
 
 
 def _open(name: str) -> Source:
-    return open_source(DatasetConfig(name="benchmark", source=_ALIASES.get(name, name)), max_row_bytes=_MAX_ROW_BYTES)
+    source, hub = _ALIASES.get(name, name), {}
+    if source.startswith("hub:"):
+        source, subset, split, *_ = [*source.split(","), "", ""]
+        hub = {"subset": subset, "split": split or "train"}
+    return open_source(DatasetConfig(name="benchmark", source=source, **hub), max_row_bytes=_MAX_ROW_BYTES)

@@ -28,10 +28,12 @@ class BenchmarkPrompt:
 
 
 def set_name(source: str) -> str:
-    """Short name of a set for folders and tables: `package:mt-bench` → `mt-bench`, `file:/a/own.jsonl` → `own`."""
+    """Short name of a set for folders and tables: `package:mt-bench` → `mt-bench`, `file:/a/own.jsonl` → `own`,
+    `hub:openai/gsm8k,main,test` → `gsm8k`."""
     kind, separator, name = source.partition(":")
     if not separator:
         return kind
+    name = name.split(",")[0] if kind == "hub" else name
     return name.rsplit("/", 1)[-1].split(".")[0]
 
 

@@ -91,7 +91,7 @@ def test_shifted_rows_are_named(target: Path, spec: TargetSpec, replies: list[Pr
 
 
 def test_a_missing_row_is_named(target: Path, spec: TargetSpec, replies: list[ProbeReply]) -> None:
-    """https://github.com/vllm-project/vllm/issues/44485: rows must equal ids."""
+    """https://github.com/vllm-project/vllm/issues/44485, https://github.com/sgl-project/sglang/pull/30177: rows must equal ids."""
 
     class Short(WrongSource):
         def extract(self, sequences: Sequence[TokenIds]) -> Iterator[tuple[int, States]]:

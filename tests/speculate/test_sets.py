@@ -55,3 +55,20 @@ def test_prompt_without_room_for_its_reply_is_refused_by_name(target: TargetSpec
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "word " * 8100}]}))
     with pytest.raises(ConfigError, match=r"long-0 has 8\d\d\d tokens"):
         load_set(RunFolder(tmp_path), config(), target, f"file:{path}")
+
+
+def test_a_set_of_the_hub_is_read_with_its_subset_and_split(
+    target: TargetSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GSM8K has no default subset, and a benchmark measures on test, not on train."""
+    asked: list[tuple[object, ...]] = []
+
+    def load_dataset(name: str, subset: str | None, *, split: str, revision: str | None, streaming: bool) -> list[dict[str, str]]:
+        asked.append((name, subset, split))
+        return [{"question": f"How many are {number} and 2?", "answer": "x"} for number in range(4)]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    prompts = load_set(RunFolder(tmp_path), config(prompts_per_set=2), target, "hub:openai/gsm8k,main,test")
+    assert [prompt.id for prompt in prompts] == ["gsm8k-0", "gsm8k-2"]
+    load_set(RunFolder(tmp_path), config(), target, "hub:HuggingFaceH4/MATH-500,,test")
+    assert asked == [("openai/gsm8k", "main", "test"), ("HuggingFaceH4/MATH-500", None, "test")]
