@@ -46,7 +46,8 @@ class BenchmarkConfig(Settings):
     sets: list[str] = Field(
         default_factory=lambda: ["heldout", "package:mt-bench", "package:humaneval"],
         min_length=1,
-        description="Prompt sets: heldout (this run's held-out prompts), package:NAME, hub:ID,SUBSET,SPLIT, or file:PATH (one's own traffic).",
+        description="Prompt sets: heldout (this run's held-out prompts), package:NAME, hub:ID,SUBSET,SPLIT, "
+        "or file:PATH (one's own traffic).",
     )
     prompts_per_set: int = Field(default=20, ge=1, description="Prompts per set; held-out ones are spread over the datasets.")
     max_new_tokens: int = Field(default=256, ge=2, description="Cap of one benchmark reply.")
