@@ -43,7 +43,7 @@ class TrainerState(BaseModel):
     rate_scales: dict[str, float] = Field(default_factory=dict, description="Factors of the learning rate by parameter.")
     positions: int = 0
     seconds: float = 0.0
-    skipped_batches: int = 0
+    skipped: dict[str, int] = Field(default_factory=dict, description="Batches that taught nothing, by reason.")
     best_step: int = -1
     best_accept_length: float = 0.0
     stale_replays: int = Field(default=0, description="Replays since the best one.")

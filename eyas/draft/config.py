@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from eyas.settings import Settings
 
@@ -21,7 +21,7 @@ class DraftConfig(Settings):
     epochs: float = Field(default=5.0, gt=0, description="Passes over the training split.")
     max_steps: int = Field(default=0, ge=0, description="Optimizer steps; 0 follows epochs.")
     batch_tokens: int = Field(default=1024, ge=16, description="Tokens of one micro-batch, packed.")
-    accumulate: int = Field(default=1, ge=1, description="Micro-batches per optimizer step.")
+    accumulate: int = Field(default=1, ge=1, description="Micro-batches per optimizer step, over all processes.")
     num_kv_heads: int = Field(default=0, ge=0, description="Key-value heads of the draft; 0 takes the target's.")
     learning_rate: float = Field(default=5e-4, gt=0, description="Peak learning rate of AdamW.")
     min_learning_rate_share: float = Field(default=0.05, ge=0, le=1, description="Last learning rate as a share of the peak.")
@@ -38,4 +38,25 @@ class DraftConfig(Settings):
     patience: int = Field(default=0, ge=0, description="Replays without improvement after which training stops; 0 never.")
     log_every: int = Field(default=10, ge=1, description="Optimizer steps between two lines of metrics.jsonl.")
     keep_checkpoints: int = Field(default=2, ge=1, description="Latest checkpoints kept beside the best.")
-    threads: int = Field(default=0, ge=0, description="Torch threads; 0 takes every core.")
+    threads: int = Field(default=0, ge=0, description="Torch threads of a process; 0 shares every core among the processes.")
+    recompute: bool = Field(default=False, description="Compute each unroll step again in the backward pass instead of keeping it.")
+    processes: int = Field(default=1, ge=1, description="Training processes on each host, one for each GPU.")
+    hosts: int = Field(default=1, ge=1, description="Hosts that train together; each runs `python -m eyas.draft.train --run DIR`.")
+    rendezvous: str = Field(default="", description="host:port at which several hosts meet, on the first of them.")
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        default=0,
+        description="What DeepSpeed divides among processes: 0 nothing (plain torch), 1 optimizer state, 2 gradients, 3 weights.",
+    )
+    tensorboard: bool = Field(default=False, description="Also write the metrics to draft/tensorboard.")
+    wandb_project: str = Field(default="", description="Also send the metrics to this project of Weights & Biases; empty does not.")
+
+    @model_validator(mode="after")
+    def _processes_have_work(self) -> DraftConfig:
+        if self.accumulate < self.processes * self.hosts:
+            raise ValueError(
+                f"accumulate is {self.accumulate}, wanted at least {self.processes * self.hosts}: one micro-batch for each of "
+                f"{self.processes} processes on {self.hosts} hosts"
+            )
+        if self.hosts > 1 and not self.rendezvous:
+            raise ValueError(f"hosts is {self.hosts} and rendezvous is empty; name host:port of the first host")
+        return self

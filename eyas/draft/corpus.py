@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from eyas.workspace import RunFolder
 logger = logging.getLogger(__name__)
 
 READ_AHEAD = 2
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +128,10 @@ class Corpus:
         return batches
 
 
-def read_ahead(corpus: Corpus, batches: Sequence[Sequence[str]], num_steps: int) -> Iterator[Batch]:
-    """The packed batches in order, read by one thread up to two batches ahead; a reader's error is raised here."""
+def read_ahead(
+    corpus: Corpus, batches: Sequence[Sequence[str]], num_steps: int, device: torch.device = CPU
+) -> Generator[Batch, None, None]:
+    """The packed batches in order on `device`, read by one thread up to two batches ahead; a reader's error is raised here."""
     ready: queue.Queue[Any] = queue.Queue(maxsize=READ_AHEAD)
     is_closed = threading.Event()
 
@@ -144,7 +147,8 @@ def read_ahead(corpus: Corpus, batches: Sequence[Sequence[str]], num_steps: int)
     def fill() -> None:
         try:
             for ids in batches:
-                if not hand_over(make_batch([corpus.record(record_id) for record_id in ids], num_steps)):
+                batch = make_batch([corpus.record(record_id) for record_id in ids], num_steps)
+                if not hand_over(batch.pinned() if device.type == "cuda" else batch):
                     return
             hand_over(None)
         except Exception as error:
@@ -156,7 +160,7 @@ def read_ahead(corpus: Corpus, batches: Sequence[Sequence[str]], num_steps: int)
         while (item := ready.get()) is not None:
             if isinstance(item, Exception):
                 raise item
-            yield item
+            yield item.to(device)
     finally:
         is_closed.set()
         thread.join()

@@ -10,8 +10,9 @@ column m at step i.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -53,6 +54,18 @@ class Batch:
     def num_supervised(self) -> int:
         """Supervised columns of step 0."""
         return int(self.supervised[0].sum())
+
+    def pinned(self) -> Batch:
+        """The same in page-locked memory, from which a copy to a GPU runs beside the computation."""
+        return self._mapped(torch.Tensor.pin_memory)
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on `device`."""
+        return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        changed: Any = {name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **changed)
 
 
 def supervised_columns(loss_mask: torch.Tensor, num_steps: int) -> torch.Tensor:

@@ -41,9 +41,10 @@ class TargetRows:
     @classmethod
     def of(cls, lm_head: torch.Tensor, d2t: torch.Tensor, *, has_states: bool = True) -> TargetRows:
         """From the target's lm_head [V, H] and the offsets d2t [D]."""
-        ids = torch.arange(len(d2t)) + d2t
-        to_draft = torch.full((len(lm_head),), -1, dtype=torch.int64)
-        to_draft[ids] = torch.arange(len(ids))
+        index = torch.arange(len(d2t), device=lm_head.device)
+        ids = index + d2t.to(lm_head.device)
+        to_draft = torch.full((len(lm_head),), -1, dtype=torch.int64, device=lm_head.device)
+        to_draft[ids] = index
         return cls(head=lm_head[ids], ids=ids, to_draft=to_draft, has_states=has_states)
 
     def logits(self, labels: torch.Tensor) -> torch.Tensor:
@@ -73,9 +74,9 @@ def target_argmax(final: torch.Tensor, lm_head: torch.Tensor, *, is_exact: bool 
     """
     if lm_head.dtype == torch.float64 or not is_exact:
         pieces = [F.linear(rows.to(lm_head.dtype), lm_head).argmax(-1) for rows in torch.split(final, ARGMAX_ROWS)]
-        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
-    best = torch.full((len(final),), -torch.inf)
-    ids = torch.zeros(len(final), dtype=torch.int64)
+        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64, device=final.device)
+    best = torch.full((len(final),), -torch.inf, device=final.device)
+    ids = torch.zeros(len(final), dtype=torch.int64, device=final.device)
     for start in range(0, len(lm_head), EXACT_IDS):
         values, found = F.linear(final.float(), lm_head[start : start + EXACT_IDS].float()).max(-1)
         is_better = values > best
@@ -150,8 +151,8 @@ class _FusedLoss(torch.autograd.Function):
         wide = torch.float64 if z.dtype == torch.float64 else torch.float32
         needs_grad = any(ctx.needs_input_grad)
         row_weights = kept.to(wide) * step_weights.to(wide).unsqueeze(1)  # [S, M]
-        losses = torch.zeros(num_steps, num_rows, dtype=wide)
-        hits = torch.zeros(num_steps, dtype=torch.int64) if wants_hits else torch.full((num_steps,), -1)
+        losses = torch.zeros(num_steps, num_rows, dtype=wide, device=z.device)
+        hits = torch.full((num_steps,), 0 if wants_hits else -1, device=z.device)
         grad_z = torch.empty_like(z if needs_grad else z[:0])
         grad_head = torch.zeros_like(head if needs_grad else head[:0], dtype=wide)
         chunk, block = max(1, CHUNK_ROWS // num_steps), max(1, BLOCK_ROWS // num_steps)

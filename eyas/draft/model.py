@@ -8,11 +8,13 @@ head run at supervised columns alone, and fc and step 0's keys are computed once
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from eyas.draft.attention import unroll_attention
 from eyas.draft.data import Batch
@@ -49,15 +51,16 @@ class Draft(nn.Module):
         self.rotary = Rotary(spec)
         self.embed_tokens = embed_tokens  # [V, H]; a plain attribute: no parameter, no buffer
 
-    def cast(self, dtype: torch.dtype) -> None:
-        """Compute in `dtype` from now on."""
-        self.to(dtype)
-        self.embed_tokens = self.embed_tokens.to(dtype)
+    def cast(self, dtype: torch.dtype, device: torch.device | None = None) -> None:
+        """Compute in `dtype`, and on `device` where one is given, from now on."""
+        self.to(device, dtype)
+        self.embed_tokens = self.embed_tokens.to(device, dtype)
 
-    def unroll(self, batch: Batch, num_steps: int) -> torch.Tensor:
+    def unroll(self, batch: Batch, num_steps: int, *, recompute: bool = False) -> torch.Tensor:
         """States before `norm` of every unroll step at the active columns, [S, M, H].
 
-        Step i at column t reads token x[t+1+i] and the state of step i−1 at t (step 0: g[t]).
+        Step i at column t reads token x[t+1+i] and the state of step i−1 at t (step 0: g[t]). With `recompute` the
+        backward pass keeps of the MLP its input only, and makes the rest again.
         """
         weights = _Weights.of(self)
         dtype, spec = weights.fc.dtype, self.spec
@@ -83,7 +86,8 @@ class Draft(nn.Module):
                 diagonal.append((self.rotary(_heads(own_k, spec), positions + step), _heads(own_v, spec)))
             query = self.rotary(_heads(q, spec), positions + step)
             attended = unroll_attention(query, k, v, diagonal, batch.segments)  # [M, heads, d]
-            state = self._finish_layer(state, attended.reshape(len(state), -1), weights)
+            finish = partial(checkpoint, self._finish_layer, use_reentrant=False) if recompute else self._finish_layer
+            state = finish(state, attended.reshape(len(state), -1), weights)
             states.append(state)
         return torch.stack(states)
 

@@ -77,7 +77,7 @@ def draft_hits(draft: Draft, batch: Batch, argmax: torch.Tensor, rows: TargetRow
     num_steps = len(batch.supervised)
     states = draft.unroll(batch, num_steps)
     wanted = rows.to_draft[argmax]  # [M] at label rows, −1 outside
-    hits = torch.zeros(batch.supervised.shape, dtype=torch.bool)
+    hits = torch.zeros_like(batch.supervised)
     for step, state in enumerate(states):
         normed = rms_norm(state, draft.norm.weight, draft.spec.rms_norm_eps)
         guess = torch.cat([F.linear(part, draft.lm_head.weight).argmax(-1) for part in torch.split(normed, HIT_ROWS)])

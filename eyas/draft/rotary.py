@@ -20,7 +20,8 @@ class Rotary:
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         half = x.shape[-1] // 2
-        angles = positions.unsqueeze(-1) * self.inverse_frequencies.to(x.device)  # [rows, d / 2]
+        self.inverse_frequencies = self.inverse_frequencies.to(x.device)
+        angles = positions.unsqueeze(-1) * self.inverse_frequencies  # [rows, d / 2]
         cos, sin = ((f(angles) * self.factor).to(x.dtype).unsqueeze(1) for f in (torch.cos, torch.sin))
         low, high = x[..., :half], x[..., half:]
         return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)

@@ -1,58 +1,66 @@
-"""The training loop on one device: batches, optimizer steps, replays, checkpoints, metrics.
+"""The training loop of one process among equals: batches, optimizer steps, replays, checkpoints, metrics.
 
-One optimizer step takes `accumulate` packed batches; each unroll step's loss is divided by its kept rows over
-all of them. The target's full-vocabulary argmax, needed to drop rows that the draft cannot say, is made
-once per record and kept (4 bytes a token). Steps per second live from bf16 copies of fp32 masters.
+One optimizer step takes `accumulate` packed batches, dealt out among the processes; each unroll step's loss is
+divided by its kept rows over all of them, so that any number of processes gives the same curve to rounding. The
+target's full-vocabulary argmax, needed to drop rows that the draft cannot say, is made once per record and kept
+(4 bytes a token). The first process writes; what it writes knows nothing of the others.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eyas.draft.checkpoint import Checkpoint, TrainerState, clear_other_trainings, load_latest, save_checkpoint
+from eyas.draft.checkpoint import Checkpoint, TrainerState, clear_other_trainings, load_checkpoint, load_latest, save_checkpoint
 from eyas.draft.config import DraftConfig
 from eyas.draft.corpus import Corpus, read_ahead
 from eyas.draft.data import Batch
 from eyas.draft.initial import initialise
 from eyas.draft.loss import LossResult, TargetRows, kept_rows, unrolled_loss
+from eyas.draft.metrics import Metrics, Window
 from eyas.draft.model import Draft, rms_norm
-from eyas.draft.optimizer import MasterAdamW, learning_rate
+from eyas.draft.optimizer import MasterAdamW, learning_rate, num_micro_steps
 from eyas.draft.precision import fastest_dtype
-from eyas.draft.replay import ReplayResult, replay
+from eyas.draft.replay import ReplayCounts, ReplayResult, replay
 from eyas.draft.spec import DraftSpec
+from eyas.draft.world import World
 from eyas.errors import EyasError
-from eyas.files import json_line, write_bytes, write_json
+from eyas.files import write_json
 from eyas.progress import Progress, Report
 from eyas.target.spec import TargetSpec
 from eyas.target.weights import load_head
 
 logger = logging.getLogger(__name__)
 
-METRICS = "metrics.jsonl"
 DUMP = "nonfinite.json"
 SAMPLE_COLUMNS = 32_768
 """Columns of the regression that the start is solved from."""
+SKIP_REASONS = ("no_supervised_token", "outside_draft_vocabulary")
+"""Why a batch teaches nothing: no generated token to predict, or none that the draft can say."""
 HIT_EVERY = 4
 """Training counts hits on every fourth step only: the argmax over D costs a pass over the logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Group:
-    """The batches of one optimizer step, and where the data stand after it."""
+    """This process's batches of one optimizer step, and where the data stand after it."""
 
     batches: list[tuple[Batch, torch.Tensor]]
+    spare: tuple[Batch, torch.Tensor]
+    """One to compute without effect where the others have more."""
     epoch: int
     num_done: int
-    num_skipped: int
 
 
 class Trainer:
@@ -68,87 +76,80 @@ class Trainer:
         config: DraftConfig,
         num_draft_tokens: int,
         fingerprint: str,
+        world: World | None = None,
     ) -> None:
         self.folder, self.corpus, self.config, self.spec = folder, corpus, config, spec
+        self.world = world = world or World()
         self.num_draft_tokens = num_draft_tokens
         self.checkpoints = folder / "checkpoints"
-        clear_other_trainings(self.checkpoints, fingerprint)
-        found = load_latest(self.checkpoints, fingerprint)
-        if config.threads:
-            torch.set_num_threads(config.threads)
-        dtype = found.state.dtype if found else config.dtype if config.dtype != "auto" else fastest_dtype(spec.hidden_size)
+        found = self._newest(fingerprint)
+        if config.threads or world.size > 1:
+            torch.set_num_threads(config.threads or max(1, torch.get_num_threads() // world.local_size))
+        dtype = world.same(
+            lambda: found.state.dtype if found else config.dtype if config.dtype != "auto" else fastest_dtype(spec.hidden_size)
+        )
         self.dtype: torch.dtype = getattr(torch, dtype)
         head = load_head(target, self.dtype)
-        self.lm_head = head.lm_head
-        self.rows = TargetRows.of(head.lm_head, corpus.d2t, has_states=corpus.has_states)
         self.draft = Draft(spec, head.embed_tokens)
         self.first_epoch = corpus.epoch(0, config.seed, config.batch_tokens)
         if found is None:
-            scales = initialise(self.draft, head, self.rows, config.seed, self._sample())
+            rows = TargetRows.of(head.lm_head, corpus.d2t, has_states=corpus.has_states)
+            scales = world.same(lambda: initialise(self.draft, head, rows, config.seed, self._sample()))
             self.state = TrainerState(fingerprint=fingerprint, dtype=dtype, rate_scales=scales)
         else:
             self.state = found.state
-        self.optimizer = MasterAdamW(self.draft, config, self.dtype, self.state.rate_scales)
-        self.step_weights = config.step_decay ** torch.arange(config.num_unroll_steps, dtype=torch.float32)
+        self.draft.cast(torch.float32, world.device)
+        self.draft.embed_tokens = head.embed_tokens.to(world.device)
+        self.lm_head = self.draft.embed_tokens if head.lm_head is head.embed_tokens else head.lm_head.to(world.device)
+        self.rows = TargetRows.of(self.lm_head, corpus.d2t, has_states=corpus.has_states)
+        for parameter in self.draft.parameters():
+            world.spread(parameter.data)
+        self.optimizer = self._optimizer()
+        if found is not None:
+            self.optimizer.load(found.masters, found.optimizer)
+            logger.info("resumed step=%d epoch=%d batch=%d", self.state.step, self.state.epoch, self.state.batch)
+        self.step_weights = config.step_decay ** torch.arange(config.num_unroll_steps, dtype=torch.float32, device=world.device)
         self.argmax: dict[str, torch.Tensor] = {}
         self.total_steps = config.max_steps or max(1, round(config.epochs * math.ceil(len(self.first_epoch) / config.accumulate)))
         self.last_replay: ReplayResult | None = None
-        if found is not None:
-            self._resume(found)
+        self.metrics: Metrics | None = None
 
     def run(self, report: Report, should_stop: Callable[[], bool]) -> bool:
-        """Train to the end; False if `should_stop` ended it earlier (the state is saved)."""
-        config = self.config
-        self._cut_metrics()
-        if self.state.step >= self.total_steps or self._is_out_of_patience():
-            return True
-        groups = self._groups()
-        started, seconds_before = time.monotonic(), self.state.seconds
-        window = _Window()
-        for group in groups:
-            if should_stop():
-                self._save(is_best=False)
-                return False
-            window.add(self._step(group))
-            state = self.state
-            state.seconds = seconds_before + time.monotonic() - started
-            is_last = state.step >= self.total_steps
-            if state.step % config.log_every == 0 or is_last:
-                figures = window.figures()
-                self._write_metrics(
-                    {"kind": "train", "step": state.step, "epoch": state.epoch, "seconds": round(state.seconds, 2), **figures}
-                )
-                report(
-                    Progress(
-                        stage="train",
-                        done=state.step,
-                        total=self.total_steps,
-                        unit="steps",
-                        figures={
-                            "loss": figures["loss"],
-                            "positions_per_s": figures["positions_per_s"],
-                            "accept_length": state.best_accept_length,
-                        },
-                    )
-                )
-                window = _Window()
-            if state.step % config.eval_every == 0 or is_last:
-                is_best = self._evaluate()
-                self._save(is_best=is_best)
-                window = _Window()
-                if is_last or self._is_out_of_patience():
-                    break
-        groups.close()
-        report(
-            Progress(
-                stage="train",
-                done=self.state.step,
-                total=self.total_steps,
-                unit="steps",
-                figures={"accept_length": self.state.best_accept_length},
-                is_final=True,
-            )
-        )
+        """Train to the end; False if `should_stop` of any process ended it earlier (the state is saved)."""
+        self.metrics = Metrics(self.folder, self.config, self.state.step) if self.world.is_first else None
+        try:
+            is_done = self.state.step >= self.total_steps or self._is_out_of_patience() or self._run(report, should_stop)
+        finally:
+            if self.metrics is not None:
+                self.metrics.close()
+        if is_done:
+            report(self._progress({"accept_length": self.state.best_accept_length}, is_final=True))
+        return is_done
+
+    def _run(self, report: Report, should_stop: Callable[[], bool]) -> bool:
+        config, state = self.config, self.state
+        started, seconds_before = time.monotonic(), state.seconds
+        window = Window()
+        with closing(self._groups()) as groups:
+            for group in groups:
+                if int(self.world.sum(torch.tensor(int(should_stop()), device=self.world.device))):
+                    self._save(is_best=False)
+                    return False
+                window.add(self._step(group))
+                state.seconds = seconds_before + time.monotonic() - started
+                is_last = state.step >= self.total_steps
+                if state.step % config.log_every == 0 or is_last:
+                    figures = window.figures()
+                    remaining_s = round((self.total_steps - state.step) * state.seconds / state.step, 1)
+                    self._write_metrics({"kind": "train", **figures, "skipped": dict(state.skipped), "remaining_s": remaining_s})
+                    shown = {name: figures[name] for name in ("loss", "positions_per_s")}
+                    report(self._progress({**shown, "accept_length": state.best_accept_length, "remaining_s": remaining_s}))
+                    window = Window()
+                if state.step % config.eval_every == 0 or is_last:
+                    self._save(is_best=self._evaluate())
+                    window = Window()
+                    if is_last or self._is_out_of_patience():
+                        break
         return True
 
     def figures(self) -> dict[str, Any]:
@@ -162,7 +163,8 @@ class Trainer:
             "positions": state.positions,
             "seconds": round(state.seconds, 1),
             "positions_per_s": round(state.positions / state.seconds, 1) if state.seconds else 0.0,
-            "skipped_batches": state.skipped_batches,
+            "skipped_batches": sum(state.skipped.values()),
+            "processes": self.world.size,
             "parameters": self.spec.num_parameters,
             "dtype": state.dtype,
         }
@@ -178,35 +180,73 @@ class Trainer:
             if columns >= SAMPLE_COLUMNS:
                 break
 
+    def _newest(self, fingerprint: str) -> Checkpoint | None:
+        """The newest whole checkpoint of this training; the first process finds it, after clearing what others left."""
+        found: Checkpoint | None = None
+        if self.world.is_first:
+            clear_other_trainings(self.checkpoints, fingerprint)
+            found = load_latest(self.checkpoints, fingerprint)
+        folder = self.world.same(lambda: found.folder if found else None)
+        return found if self.world.is_first or folder is None else load_checkpoint(folder)
+
+    def _optimizer(self) -> Any:
+        """`MasterAdamW`, or the same divided among processes; alone there is nothing to divide."""
+        if self.config.zero_stage and self.world.size > 1:
+            from eyas.draft.zero import ZeroAdamW
+
+            return ZeroAdamW(self.draft, self.config, self.dtype, self.state.rate_scales, self.world)
+        return MasterAdamW(self.draft, self.config, self.dtype, self.state.rate_scales, self.world)
+
     # one optimizer step
 
     def _step(self, group: _Group) -> dict[str, Any]:
-        config, batches = self.config, group.batches
+        config, state, device = self.config, self.state, self.world.device
         begun = time.monotonic()
-        kept = torch.stack([kept_rows(batch.supervised, argmax, self.rows).sum(1) for batch, argmax in batches]).sum(0)
+        none = torch.zeros(config.num_unroll_steps, dtype=torch.int64, device=device)
+        kept_here = [kept_rows(batch.supervised, argmax, self.rows).sum(1) for batch, argmax in group.batches]
+        kept = self.world.sum(sum(kept_here, none.clone()))
         weights = self.step_weights / kept.clamp(min=1)
-        wants_hits = self.state.step % HIT_EVERY == 0
-        results = []
-        for batch, argmax in batches:
-            result = self._loss(batch, argmax, weights, wants_hits)
-            if not math.isfinite(float(result.loss.detach())):
-                self._stop_not_finite("loss", float(result.loss.detach()), [batch])
-            torch.autograd.backward(result.loss)
-            results.append(result)
-        rate = learning_rate(self.state.step, self.total_steps, config)
+        wants_hits = state.step % HIT_EVERY == 0
+        teaching = [item for item, rows in zip(group.batches, kept_here, strict=True) if rows[0]]
+        results = [self.optimizer.run(partial(self._loss, *item, weights, wants_hits)) for item in teaching]
+        if self.optimizer.wants_equal_steps:
+            for _ in range(num_micro_steps(config, self.world) - len(teaching)):
+                self.optimizer.run(partial(self._loss, *group.spare, 0 * weights, False))
+        empty = sum(not batch.num_supervised for batch, _ in group.batches)
+        counts = [sum(batch.num_positions for batch, _ in group.batches), empty, len(group.batches) - len(teaching) - empty]
+        sums = self.world.sum(
+            torch.cat(
+                [
+                    sum((result.loss.detach().double() for result in results), none[:1].double()),
+                    *(
+                        sum((getattr(result, name) for result in results), none.double())
+                        for name in ("step_loss", "supervised", "hits")
+                    ),
+                    torch.tensor(counts, dtype=torch.float64, device=device),
+                ]
+            )
+        ).cpu()
+        loss, positions = float(sums[0]), int(sums[-3])
+        step_loss, supervised, hits = sums[1:-3].view(3, -1)
+        if not math.isfinite(loss):
+            bad = [batch for (batch, _), result in zip(teaching, results, strict=True) if not torch.isfinite(result.loss.detach())]
+            self._stop_not_finite("loss", loss, bad)
+        rate = learning_rate(state.step, self.total_steps, config)
         norm = self.optimizer.step(rate)
         if not math.isfinite(norm):
-            self._stop_not_finite("gradient norm", norm, [batch for batch, _ in batches])
-        self.state.step += 1
-        self.state.epoch, self.state.batch, self.state.skipped_batches = group.epoch, group.num_done, group.num_skipped
-        positions = sum(batch.num_positions for batch, _ in batches)
-        self.state.positions += positions
+            self._stop_not_finite("gradient norm", norm, [batch for batch, _ in group.batches])
+        state.step += 1
+        state.epoch, state.batch = group.epoch, group.num_done
+        state.positions += positions
+        for reason, count in zip(SKIP_REASONS, sums[-2:].tolist(), strict=True):
+            if count:
+                state.skipped[reason] = state.skipped.get(reason, 0) + int(count)
         return {
-            "loss": sum(float(result.loss.detach()) for result in results),
-            "step_loss": sum(result.step_loss for result in results),
-            "kept": kept,
-            "supervised": sum(result.supervised for result in results),
-            "hits": sum(result.hits for result in results) if wants_hits else None,
+            "loss": loss,
+            "step_loss": step_loss,
+            "kept": kept.cpu(),
+            "supervised": supervised,
+            "hits": hits if wants_hits else None,
             "grad_norm": norm,
             "learning_rate": rate,
             "positions": positions,
@@ -215,7 +255,7 @@ class Trainer:
 
     def _loss(self, batch: Batch, argmax: torch.Tensor, weights: torch.Tensor, wants_hits: bool) -> LossResult:
         draft = self.draft
-        states = draft.unroll(batch, self.config.num_unroll_steps)
+        states = draft.unroll(batch, self.config.num_unroll_steps, recompute=self.config.recompute)
         return unrolled_loss(
             rms_norm(states, draft.norm.weight, self.spec.rms_norm_eps),
             draft.lm_head.weight,
@@ -231,21 +271,22 @@ class Trainer:
     # data
 
     def _groups(self) -> Generator[_Group, None, None]:
-        """Batches with their argmax, `accumulate` at a time (fewer at an epoch's end), from the state's position on."""
-        config = self.config
-        epoch, num_done, num_skipped = self.state.epoch, self.state.batch, self.state.skipped_batches
+        """Batches of this process with their argmax, group by group, from the state's position on.
+
+        A group is `accumulate` batches over all processes (fewer at an epoch's end); of it, every `size`-th is ours.
+        """
+        size, rank = self.config.accumulate, self.world.rank
+        epoch, num_done = self.state.epoch, self.state.batch
         while True:
-            lists = self.corpus.epoch(epoch, config.seed, config.batch_tokens) if epoch else self.first_epoch
-            batches: list[tuple[Batch, torch.Tensor]] = []
-            for batch in read_ahead(self.corpus, lists[num_done:], config.num_unroll_steps):
-                num_done += 1
-                if batch.num_supervised:
-                    batches.append((batch, self._argmax(batch, is_exact=False)))
-                else:
-                    num_skipped += 1
-                if batches and (len(batches) == config.accumulate or num_done == len(lists)):
-                    yield _Group(batches=batches, epoch=epoch, num_done=num_done, num_skipped=num_skipped)
-                    batches = []
+            lists = self.corpus.epoch(epoch, self.config.seed, self.config.batch_tokens) if epoch else self.first_epoch
+            groups = [lists[start : start + size] for start in range(num_done, len(lists), size)]
+            ours = [group[rank :: self.world.size] for group in groups]
+            needed = [ids for group, part in zip(groups, ours, strict=True) for ids in part or group[:1]]
+            with closing(read_ahead(self.corpus, needed, self.config.num_unroll_steps, self.world.device)) as batches:
+                for group, part in zip(groups, ours, strict=True):
+                    found = [(batch, self._argmax(batch, is_exact=False)) for batch in islice(batches, len(part) or 1)]
+                    num_done += len(group)
+                    yield _Group(batches=found[: len(part)], spare=found[-1], epoch=epoch, num_done=num_done)
             epoch, num_done = epoch + 1, 0
 
     def _argmax(self, batch: Batch, *, is_exact: bool) -> torch.Tensor:
@@ -264,8 +305,14 @@ class Trainer:
         """Replay the held-out replies; True if this is the best so far."""
         config, state = self.config, self.state
         lists = self.corpus.pack(self.corpus.heldout[: config.eval_records], config.batch_tokens)
-        batches = read_ahead(self.corpus, lists, self.num_draft_tokens)
-        result = replay(self.draft, ((batch, self._argmax(batch, is_exact=True)) for batch in batches), self.rows)
+        batches = read_ahead(self.corpus, lists[self.world.rank :: self.world.size], self.num_draft_tokens, self.world.device)
+        with self.optimizer.whole_weights():
+            ours = replay(self.draft, ((batch, self._argmax(batch, is_exact=True)) for batch in batches), self.rows)
+        per_dataset: dict[str, ReplayCounts] = defaultdict(ReplayCounts)
+        for part in self.world.gather(ours.per_dataset):
+            for name, counts in part.items():
+                per_dataset[name] += counts
+        result = ReplayResult(overall=sum(per_dataset.values(), ReplayCounts()), per_dataset=dict(per_dataset))
         self.last_replay = result
         length = result.overall.accept_length
         is_best = state.best_step < 0 or length > state.best_accept_length
@@ -275,9 +322,6 @@ class Trainer:
         self._write_metrics(
             {
                 "kind": "heldout",
-                "step": state.step,
-                "epoch": state.epoch,
-                "seconds": round(state.seconds, 2),
                 "accept_length": round(length, 4),
                 "verifications": result.overall.verifications,
                 "accepted": result.overall.accepted,
@@ -287,6 +331,7 @@ class Trainer:
                         "accept_length": round(counts.accept_length, 4),
                         "verifications": counts.verifications,
                         "accepted": counts.accepted,
+                        "step_accuracy": [round(value, 4) for value in counts.step_accuracy],
                     }
                     for name, counts in sorted(result.per_dataset.items())
                 },
@@ -302,73 +347,27 @@ class Trainer:
     # files
 
     def _save(self, *, is_best: bool) -> None:
-        save_checkpoint(
-            self.checkpoints,
-            self.state,
-            self.optimizer.masters,
-            self.optimizer.state(),
-            is_best=is_best,
-            keep=self.config.keep_checkpoints,
+        """Write a checkpoint of whole tensors; all processes take part and leave together."""
+        masters, moments = self.optimizer.snapshot()
+        keep = self.config.keep_checkpoints
+        self.world.same(lambda: save_checkpoint(self.checkpoints, self.state, masters, moments, is_best=is_best, keep=keep))
+
+    def _progress(self, figures: dict[str, float | int | str], *, is_final: bool = False) -> Progress:
+        return Progress(
+            stage="train", done=self.state.step, total=self.total_steps, unit="steps", figures=figures, is_final=is_final
         )
 
-    def _resume(self, found: Checkpoint) -> None:
-        self.optimizer.load(found.masters, found.optimizer)
-        logger.info("resumed step=%d epoch=%d batch=%d", self.state.step, self.state.epoch, self.state.batch)
-
-    def _write_metrics(self, row: dict[str, Any]) -> None:
-        with open(self.folder / METRICS, "ab") as file:
-            file.write(json_line(row))
-
-    def _cut_metrics(self) -> None:
-        """Drop metrics past the resumed step (all of them for a fresh start), a torn last line included."""
-        path = self.folder / METRICS
-        kept = []
-        for line in path.read_bytes().split(b"\n") if path.is_file() else []:
-            try:
-                if line and json.loads(line)["step"] <= self.state.step:
-                    kept.append(line + b"\n")
-            except (ValueError, KeyError, TypeError):
-                logger.warning("metrics line dropped file=%s", path)
-        write_bytes(path, b"".join(kept) if self.state.step else b"")
+    def _write_metrics(self, figures: dict[str, Any]) -> None:
+        if self.metrics is not None:
+            state = self.state
+            self.metrics.write({"step": state.step, "epoch": state.epoch, "seconds": round(state.seconds, 2), **figures})
 
     def _stop_not_finite(self, what: str, value: float, batches: list[Batch]) -> None:
-        ids = [record_id for batch in batches for record_id in batch.ids]
+        ids = [record_id for found in self.world.gather([item for batch in batches for item in batch.ids]) for record_id in found]
         dump = self.folder / DUMP
-        write_json(dump, {"step": self.state.step, "epoch": self.state.epoch, "what": what, "value": str(value), "ids": ids})
+        if self.world.is_first:
+            write_json(dump, {"step": self.state.step, "epoch": self.state.epoch, "what": what, "value": str(value), "ids": ids})
         raise EyasError(
             f"{what} is {value} at step {self.state.step} on records {', '.join(ids[:8])} (all {len(ids)} in {dump}); "
             "lower draft.learning_rate or inspect these records; the last checkpoint is kept"
         )
-
-
-class _Window:
-    """Sums over the steps between two lines of metrics."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, Any]] = []
-
-    def add(self, step: dict[str, Any]) -> None:
-        self.steps.append(step)
-
-    def figures(self) -> dict[str, Any]:
-        kept = sum(step["kept"] for step in self.steps)
-        counted = [step for step in self.steps if step["hits"] is not None]
-        supervised = sum(step["supervised"] for step in self.steps)
-        figures = {
-            "loss": round(sum(step["loss"] for step in self.steps) / len(self.steps), 5),
-            "step_loss": _ratios(sum(step["step_loss"] for step in self.steps), kept),
-            "grad_norm": round(sum(step["grad_norm"] for step in self.steps) / len(self.steps), 4),
-            "learning_rate": self.steps[-1]["learning_rate"],
-            "supervised": int(supervised[0]),
-            "dropped": int(supervised[0] - kept[0]),
-            "positions_per_s": round(
-                sum(step["positions"] for step in self.steps) / sum(step["seconds"] for step in self.steps), 1
-            ),
-        }
-        if counted:
-            figures["step_accuracy"] = _ratios(sum(step["hits"] for step in counted), sum(step["supervised"] for step in counted))
-        return figures
-
-
-def _ratios(sums: torch.Tensor, counts: torch.Tensor) -> list[float]:
-    return [round(float(value), 5) for value in sums / counts.clamp(min=1)]

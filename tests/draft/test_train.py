@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from eyas.config import RunConfig
 from eyas.draft.checkpoint import load_checkpoint, load_latest
 from eyas.draft.data import Record
+from eyas.draft.metrics import METRICS
 from eyas.draft.train import Interrupted, main, train
-from eyas.draft.trainer import DUMP, METRICS, Trainer
+from eyas.draft.trainer import DUMP, Trainer
 from eyas.errors import ArtifactError, EyasError
 from eyas.progress import Progress
 from eyas.workspace import RunFolder
@@ -44,7 +45,7 @@ def best_bytes(run: RunFolder) -> bytes:
 def metrics(run: RunFolder) -> list[dict]:
     """The lines without what depends on the clock."""
     rows = [json.loads(line) for line in (run.draft / METRICS).read_bytes().splitlines()]
-    return [{key: value for key, value in row.items() if key not in ("seconds", "positions_per_s")} for row in rows]
+    return [{key: value for key, value in row.items() if key not in ("seconds", "positions_per_s", "remaining_s")} for row in rows]
 
 
 def stop_after(steps: int):

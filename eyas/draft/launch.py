@@ -1,0 +1,57 @@
+"""Starts the processes of a training on this host through torch's own elastic launcher, and ends with them.
+
+Every host of a training runs the same command; they meet at `draft.rendezvous`. The processes belong to
+this one's group and die with it; a signal is passed on, so that they save. Under `torchrun` or `deepspeed`,
+which start the processes themselves, this is not used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+
+from eyas.draft.config import DraftConfig
+
+SAVE_S = 300
+"""Seconds that processes get to save once they are told to stop."""
+INTERRUPTED = 130
+
+
+def launch(run: Path, config: DraftConfig) -> int:
+    """Train `run` in `config.processes` processes; returns the first exit code that is not 0."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    settings = LaunchConfig(
+        min_nodes=config.hosts,
+        max_nodes=config.hosts,
+        nproc_per_node=config.processes,
+        run_id=f"eyas-{hashlib.sha256(run.name.encode()).hexdigest()[:12]}",
+        rdzv_backend="c10d",
+        rdzv_endpoint=config.rendezvous or "localhost:0",
+        max_restarts=0,
+        monitor_interval=0.2,
+        shutdown_timeout=SAVE_S,
+    )
+    try:
+        codes = elastic_launch(settings, _train)(str(run))
+    except SignalException:
+        return INTERRUPTED
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            print(f"process {rank} of the training was killed by signal {-failure.exitcode}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 1
+    return int(max(codes.values()))
+
+
+def _train(run: str) -> int:
+    """What each process runs; an error must end the process, or the others wait for it."""
+    from eyas.draft.train import main
+
+    code = main(["--run", run])
+    if code not in (0, INTERRUPTED):
+        sys.exit(code)
+    return code
