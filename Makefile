@@ -75,6 +75,6 @@ lock:
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
 	build/lock/bin/pip install --quiet --upgrade pip
 	build/lock/bin/pip install --quiet torch==2.13.0 ninja
-	DS_BUILD_OPS=0 build/lock/bin/pip install --quiet '.[local,train,ray,dev]'
+	DS_BUILD_OPS=0 build/lock/bin/pip install --quiet '.[local,train,watch,ray,dev]'
 	{ echo "# Every package of the development and run environment, pinned; written by \`make lock\`."; \
 	  build/lock/bin/pip freeze | grep -vE '^(eyas|-e )' | sed 's/^\(torch==[0-9.]*\)+cpu/\1/'; } > requirements/lock.txt

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from eyas.draft.config import DraftConfig
 
-SAVE_S = 300
+SAVE_S = 120
 """Seconds that processes get to save once they are told to stop."""
 INTERRUPTED = 130
 
 
 def launch(run: Path, config: DraftConfig) -> int:
-    """Train `run` in `config.processes` processes; returns the first exit code that is not 0."""
+    """Train `run` in `config.processes` processes; returns the exit code of the first that failed, or 0."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -36,7 +36,7 @@ def launch(run: Path, config: DraftConfig) -> int:
         shutdown_timeout=SAVE_S,
     )
     try:
-        codes = elastic_launch(settings, _train)(str(run))
+        elastic_launch(settings, _train)(str(run))
     except SignalException:
         return INTERRUPTED
     except ChildFailedError as error:
@@ -44,14 +44,12 @@ def launch(run: Path, config: DraftConfig) -> int:
         if failure.exitcode < 0:
             print(f"process {rank} of the training was killed by signal {-failure.exitcode}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
-    return int(max(codes.values()))
+    return 0
 
 
-def _train(run: str) -> int:
-    """What each process runs; an error must end the process, or the others wait for it."""
+def _train(run: str) -> None:
+    """What each process runs. It ends by its exit code: a process that returns waits for a launcher that may be ending."""
     from eyas.draft.train import main
 
-    code = main(["--run", run])
-    if code not in (0, INTERRUPTED):
+    if code := main(["--run", run]):
         sys.exit(code)
-    return code

@@ -124,7 +124,7 @@ def _wandb(folder: Path, config: DraftConfig) -> Any:
         import wandb
     except ImportError as error:
         raise ConfigError(
-            f"draft.wandb_project wants the package wandb ({error}); pip install wandb, or leave the project empty"
+            f"draft.wandb_project wants the package wandb ({error}); pip install 'eyas[wandb]', or leave the project empty"
         ) from error
     name = folder.resolve().parent.name
     return wandb.init(

@@ -33,10 +33,8 @@ def train_in_ranks(
 ) -> list[str]:
     """Train `run` in `size` processes; per rank "" or what it raised. `spoil_rank` makes its loss nan at step 3."""
     answers: Queue[tuple[int, str]] = _CONTEXT.Queue()
-    arguments = [
-        (rank, size, port, str(run.root), config.model_dump(mode="json"), stop_after, spoil_rank, answers) for rank in range(size)
-    ]
-    processes = [_CONTEXT.Process(target=_rank, args=items, daemon=True) for items in arguments]
+    same = (size, free_port(), str(run.root), config.model_dump(mode="json"), stop_after, spoil_rank, answers)
+    processes = [_CONTEXT.Process(target=_rank, args=(rank, *same), daemon=True) for rank in range(size)]
     for process in processes:
         process.start()
     try:
