@@ -22,7 +22,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from eyas.draft.config import DraftConfig
 from eyas.draft.data import Record, make_batch
-from eyas.draft.loss import TargetRows, kept_rows, unrolled_loss
+from eyas.draft.loss import LossResult, TargetRows, kept_rows, unrolled_loss
 from eyas.draft.model import Draft, rms_norm
 from eyas.draft.optimizer import MasterAdamW
 from eyas.draft.spec import DraftSpec
@@ -72,8 +72,9 @@ def records(batch_tokens: int, length: int) -> list[Record]:
 class Eyas:
     """One optimizer step of `eyas.draft`."""
 
-    def __init__(self, unroll: int, dtype: torch.dtype) -> None:
+    def __init__(self, unroll: int, dtype: torch.dtype, recompute: bool) -> None:
         torch.manual_seed(0)
+        self.recompute = recompute
         head = (torch.randn(V, H) * 0.02).to(dtype)
         self.unroll, self.rows = unroll, TargetRows.of(head, torch.zeros(D, dtype=torch.int64))
         self.draft = Draft(draft_spec(), head)
@@ -83,18 +84,21 @@ class Eyas:
         batch = make_batch(data, self.unroll)
         argmax = batch.tokens[batch.active]  # kept from the first epoch in a real run
         kept = kept_rows(batch.supervised, argmax, self.rows).sum(1)
-        states = self.draft.unroll(batch, self.unroll)
-        result = unrolled_loss(
-            rms_norm(states, self.draft.norm.weight, 1e-5),
-            self.draft.lm_head.weight,
-            batch.labels,
-            argmax,
-            batch.supervised,
-            self.rows,
-            step_weights=DECAY ** torch.arange(self.unroll) / kept.clamp(min=1),
-            wants_hits=False,
-        )
-        torch.autograd.backward(result.loss)
+
+        def compute() -> LossResult:
+            states = self.draft.unroll(batch, self.unroll, recompute=self.recompute)
+            return unrolled_loss(
+                rms_norm(states, self.draft.norm.weight, 1e-5),
+                self.draft.lm_head.weight,
+                batch.labels,
+                argmax,
+                batch.supervised,
+                self.rows,
+                step_weights=DECAY ** torch.arange(self.unroll) / kept.clamp(min=1),
+                wants_hits=False,
+            )
+
+        self.optimizer.run(compute)
         self.optimizer.step(1e-4)
 
 
@@ -147,7 +151,9 @@ class Textbook:
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     """Positions per second (median step) and peak memory of one implementation, in this process."""
-    trainer: Eyas | Textbook = Textbook(options.unroll) if name == "textbook" else Eyas(options.unroll, getattr(torch, name))
+    trainer: Eyas | Textbook = (
+        Textbook(options.unroll) if name == "textbook" else Eyas(options.unroll, getattr(torch, name), options.recompute)
+    )
     data = records(options.batch_tokens, options.length)
     seconds = []
     for _ in range(options.steps + 1):
@@ -190,6 +196,7 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=2048, help="positions of a batch")
     parser.add_argument("--length", type=int, default=512, help="tokens of a record")
     parser.add_argument("--steps", type=int, default=6, help="timed optimizer steps")
+    parser.add_argument("--recompute", action="store_true", help="compute unroll steps again in the backward pass")
     parser.add_argument("--only", choices=["textbook", "bfloat16", "float32"], help="measure one implementation in this process")
     options = parser.parse_args()
     if options.only:
@@ -203,6 +210,7 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.train", "--only", name]
         for key in ("unroll", "batch_tokens", "length", "steps"):
             command += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
+        command += ["--recompute"] if options.recompute else []
         results[name] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         found = results[name]
         print(
