@@ -57,6 +57,11 @@ class RunFolder:
         return self.root / "draft" / "export"
 
     @property
+    def baseline(self) -> Path:
+        """Another's draft of this target, in our own format: what the run is measured against."""
+        return self.root / "baseline"
+
+    @property
     def benchmark(self) -> Path:
         return self.root / "benchmark"
 

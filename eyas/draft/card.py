@@ -6,6 +6,8 @@ from eyas.draft.spec import DraftSpec
 from eyas.manifest import Manifest
 from eyas.target.spec import TargetSpec
 
+_LIMIT = "The residual is the normed state (`norm_before_residual`): vLLM serves it so, SGLang 0.5.23 ignores the key.\n"
+
 
 def model_card(target: TargetSpec, spec: DraftSpec, trained: Manifest, licenses: dict[str, str]) -> str:
     """Markdown with a YAML head; `licenses` maps each training dataset to its licence note ("" for none stated)."""
@@ -14,6 +16,7 @@ def model_card(target: TargetSpec, spec: DraftSpec, trained: Manifest, licenses:
         "\n".join(f"- {name}: {license_ or 'no licence stated'}" for name, license_ in sorted(licenses.items())) or "- not stated"
     )
     low, middle, high = spec.aux_blocks
+    limit = _LIMIT if spec.norm_before_residual else ""
     return f"""---
 library_name: eagle3
 tags: [speculative-decoding, eagle3]
@@ -35,7 +38,7 @@ It is for this target alone: architecture `{target.architecture}`, fingerprint `
 {data}
 
 ## Serving
-SGLang: `--speculative-algorithm EAGLE3 --speculative-draft-model-path THIS_FOLDER --speculative-num-steps 3 \
+{limit}SGLang: `--speculative-algorithm EAGLE3 --speculative-draft-model-path THIS_FOLDER --speculative-num-steps 3 \
 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4`
 vLLM: `speculative_config={{"method": "eagle3", "model": "THIS_FOLDER", "num_speculative_tokens": 3}}`
 

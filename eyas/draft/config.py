@@ -12,6 +12,11 @@ from eyas.settings import Settings
 class DraftConfig(Settings):
     """Phase 5: the draft model and its training."""
 
+    baseline: str = Field(
+        default="",
+        description="Folder of a draft that others trained for this target: what to beat. Layouts: docs/training.md.",
+    )
+    warm_start: bool = Field(default=False, description="Start from the baseline, and keep its shape and vocabulary map.")
     intermediate_size: int = Field(default=0, ge=0, description="MLP width of the draft; 0 takes the target's.")
     num_unroll_steps: int = Field(default=4, ge=1, le=8, description="Steps of the training-time test.")
     step_decay: float = Field(default=0.8, gt=0, le=1, description="Loss weight of unroll step i is step_decay ** i.")

@@ -20,11 +20,11 @@ from eyas.draft.card import model_card
 from eyas.draft.checkpoint import load_checkpoint, named_checkpoint
 from eyas.draft.corpus import check_map, read_map
 from eyas.draft.spec import DraftSpec
-from eyas.errors import ArtifactError
+from eyas.errors import ArtifactError, ConfigError
 from eyas.files import read_json, write_bytes, write_json
 from eyas.manifest import Counts, Manifest, file_entries, fingerprint, finished_manifest, load_manifest, now
 from eyas.progress import Progress, Report, silent
-from eyas.target.spec import load_target
+from eyas.target.spec import TargetSpec, load_target
 from eyas.workspace import RunFolder
 
 VERSION = 1
@@ -47,7 +47,7 @@ def export_draft(run: RunFolder, config: RunConfig, report: Report = silent) -> 
     started_at = now()
     target = load_target(config.target)
     d2t, t2d = read_map(run.merged / "vocab_map.safetensors")
-    spec = DraftSpec.from_target(target, config.draft, len(d2t))
+    spec = training_spec(run, config, target, len(d2t))
     best = load_checkpoint(named_checkpoint(run.draft / "checkpoints", "best"))
     tensors = {name: value.to(EXPORT_DTYPE) for name, value in best.masters.items()} | {"d2t": d2t, "t2d": t2d}
     check_tensors(spec, tensors, str(best.folder))
@@ -68,6 +68,18 @@ def export_draft(run: RunFolder, config: RunConfig, report: Report = silent) -> 
         figures={"accept_length": trained.figures.get("accept_length"), "step": best.state.step, "parameters": spec.num_parameters},
         started_at=started_at,
     ).write(run.export)
+
+
+def training_spec(run: RunFolder, config: RunConfig, target: TargetSpec, draft_vocab_size: int) -> DraftSpec:
+    """The shape that this run trains: the baseline's where it starts from that, else the one derived from the target."""
+    if not config.draft.warm_start:
+        return DraftSpec.from_target(target, config.draft, draft_vocab_size)
+    spec, _ = load_export(run.baseline)
+    wanted = {"intermediate_size": config.draft.intermediate_size, "num_kv_heads": config.draft.num_kv_heads}
+    for name, value in wanted.items():
+        if value not in (0, getattr(spec, name)):
+            raise ConfigError(f"draft.{name} is {value}, the draft to start from has {getattr(spec, name)}; leave it at 0")
+    return spec
 
 
 def load_export(folder: Path) -> tuple[DraftSpec, dict[str, torch.Tensor]]:
@@ -127,6 +139,7 @@ def _spec_of(raw: dict[str, Any], path: Path) -> DraftSpec:
             draft_vocab_size=raw["draft_vocab_size"],
             aux_blocks=tuple(raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"]),
             eos_token_ids=tuple(raw["eos_token_id"]),
+            norm_before_residual=raw["norm_before_residual"],
         )
         wanted = spec.engine_config(raw["dtype"])
     except (KeyError, TypeError) as error:

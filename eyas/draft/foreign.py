@@ -24,6 +24,7 @@ from eyas.files import digest_file, digest_json, read_json
 from eyas.target.spec import TargetSpec
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+EMBED_ROWS = 4096
 _PREFIXES = ("module.", "draft_model.", "model.")
 _ALIASES = {"draft_id_to_target_id": "d2t"}
 _LEFT_OUT = ("rotary_emb.", "verifier_norm.", "verifier_lm_head.", "target_model.")
@@ -87,7 +88,7 @@ def _config_path(folder: Path) -> Path:
     if not path.is_file():
         hint = ""
         if list(folder.glob("**/*.distcp")):
-            hint = " (it holds distributed-checkpoint shards: convert them with the trainer's own tool, TorchSpec's is convert_to_hf.py)"
+            hint = " (it holds distributed-checkpoint shards: convert them first, TorchSpec with its convert_to_hf.py)"
         raise ConfigError(f"{folder} is no draft: it has no config.json{hint}; give the folder of a draft in Hugging Face files")
     return path
 
@@ -133,7 +134,8 @@ def _spec(
     inner = outer.get("transformer_layer_config") if layout == "speculators" else outer
     if not isinstance(inner, Mapping):
         raise ArtifactError(f"{where} lacks transformer_layer_config; this is no draft of speculators")
-    eagle = outer.get("eagle_config") if isinstance(outer.get("eagle_config"), Mapping) else {}
+    nested = outer.get("eagle_config")
+    eagle: Mapping[str, Any] = nested if isinstance(nested, Mapping) else {}
     merged = {**inner, **outer, **eagle}
     faults = [f"{key} is set: the draft has {what}, ours has not" for key, what in _VARIANTS.items() if merged.get(key)]
     hidden_size = _integer(inner, "hidden_size", where)
@@ -209,7 +211,9 @@ def _rope(inner: Mapping[str, Any], where: Path, target: TargetSpec, notes: list
     kind = scaling.pop("type", None)
     scaling.setdefault("rope_type", kind or "default")
     if isinstance(parameters, Mapping) and inner.get("rope_theta") not in (None, theta):
-        raise ArtifactError(f"{where}: rope_theta is {inner['rope_theta']}, rope_parameters says {theta}; engines differ in which counts")
+        raise ArtifactError(
+            f"{where}: rope_theta is {inner['rope_theta']}, rope_parameters says {theta}; engines differ in which counts"
+        )
     if theta != target.rope["theta"]:
         notes.append(f"rope_theta is {theta:g}, the target's is {target.rope['theta']:g}")
     return float(theta), None if scaling["rope_type"] == "default" else scaling
@@ -230,7 +234,9 @@ def _map(tensors: dict[str, torch.Tensor], spec: DraftSpec, folder: Path, notes:
     D, V = spec.draft_vocab_size, spec.vocab_size
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
     if d2t is None and D != V:
-        raise ArtifactError(f"draft {folder}: d2t is missing, and {D} draft ids are no whole vocabulary of {V}; nobody can map them")
+        raise ArtifactError(
+            f"draft {folder}: d2t is missing, and {D} draft ids are no whole vocabulary of {V}; nobody can map them"
+        )
     if d2t is None:
         d2t = torch.zeros(D, dtype=torch.int64)
     if tuple(d2t.shape) != (D,) or d2t.is_floating_point():
@@ -253,9 +259,7 @@ def _map(tensors: dict[str, torch.Tensor], spec: DraftSpec, folder: Path, notes:
     return {"d2t": ids - torch.arange(D), "t2d": kept}
 
 
-def _target_ids(
-    d2t: torch.Tensor, member: torch.Tensor | None, vocab_size: int, folder: Path, notes: list[str]
-) -> torch.Tensor:
+def _target_ids(d2t: torch.Tensor, member: torch.Tensor | None, vocab_size: int, folder: Path, notes: list[str]) -> torch.Tensor:
     """Target ids [D] of the draft ids: `d2t` holds offsets, as every engine adds them, or, where t2d proves it, ids."""
 
     def is_possible(ids: torch.Tensor) -> bool:
@@ -306,7 +310,7 @@ def _check_embedding(seen: torch.Tensor, wanted: torch.Tensor, folder: Path) -> 
     if seen.shape != wanted.shape:
         raise ArtifactError(f"draft {folder}: embed_tokens.weight is {list(seen.shape)}, the target's is {list(wanted.shape)}")
     worst, power = 0.0, 0.0
-    for part, ours in zip(seen.split(4096), wanted.split(4096), strict=True):
+    for part, ours in zip(torch.split(seen, EMBED_ROWS), torch.split(wanted, EMBED_ROWS), strict=True):
         worst += float((part.float() - ours.float()).square().sum())
         power += float(ours.float().square().sum())
     error = (worst / max(power, 1e-30)) ** 0.5

@@ -9,7 +9,7 @@ the embedding. Everything else starts small and random. docs/training.md has the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -58,6 +58,20 @@ def initialise(draft: Draft, head: TargetHead, rows: TargetRows, seed: int, samp
     draft.norm.weight.mul_(scale)
     _look_at_own_column(draft, generator)
     _carry_embedding(draft, from_embedding)
+    head_rms = float(head.norm.float().square().mean().sqrt())
+    return {"fc.weight": 1 / max(aux_rms, 1.0), "lm_head.weight": 1 / max(head_rms, 1.0)}
+
+
+@torch.no_grad()
+def continue_from(draft: Draft, start: Mapping[str, torch.Tensor], head: TargetHead, sample: Iterable[Batch]) -> dict[str, float]:
+    """Fill `draft` (fp32) with another's trained tensors; returns the scales of the learning rate, as `initialise` does."""
+    for name, parameter in draft.named_parameters():
+        parameter.copy_(start[name])
+    power, count = 0.0, 0
+    for batch in sample:
+        aux = batch.aux[batch.active].float()
+        power, count = power + float(aux.square().sum()), count + aux.numel()
+    aux_rms = (power / max(count, 1)) ** 0.5
     head_rms = float(head.norm.float().square().mean().sqrt())
     return {"fc.weight": 1 / max(aux_rms, 1.0), "lm_head.weight": 1 / max(head_rms, 1.0)}
 

@@ -71,6 +71,8 @@ class Draft(nn.Module):
         q_size = spec.num_heads * spec.head_dim
         k, v = F.linear(mixed, weights.qkv[q_size:]).chunk(2, -1)
         state = fused if is_all_active else fused[batch.active]  # [M, H]
+        if spec.norm_before_residual:
+            state = rms_norm(state, weights.hidden_norm, spec.rms_norm_eps)
         q = F.linear(mixed if is_all_active else mixed[batch.active], weights.qkv[:q_size])
         key_positions, positions = batch.positions, batch.positions[batch.active]
         k, v = self.rotary(_heads(k, spec), key_positions), _heads(v, spec)
@@ -83,6 +85,8 @@ class Draft(nn.Module):
                 q, own_k, own_v = torch.split(
                     F.linear(mixed, weights.qkv), [q_size, k.shape[1] * k.shape[2], v.shape[1] * v.shape[2]], -1
                 )
+                if spec.norm_before_residual:
+                    state = mixed[:, spec.hidden_size :]
                 diagonal.append((self.rotary(_heads(own_k, spec), positions + step), _heads(own_v, spec)))
             query = self.rotary(_heads(q, spec), positions + step)
             attended = unroll_attention(query, k, v, diagonal, batch.segments)  # [M, heads, d]

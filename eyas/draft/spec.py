@@ -35,6 +35,8 @@ class DraftSpec:
     aux_blocks: tuple[int, int, int]
     """Target layers read, named by the *output* of block k."""
     eos_token_ids: tuple[int, ...] = ()
+    norm_before_residual: bool = False
+    """The residual is the normed state: how speculators trains. vLLM 0.32.0 reads the key, SGLang 0.5.23 ignores it."""
 
     @classmethod
     def from_target(cls, target: TargetSpec, config: DraftConfig, draft_vocab_size: int) -> DraftSpec:
@@ -131,7 +133,7 @@ class DraftSpec:
             "dtype": dtype,
             "torch_dtype": dtype,
             "num_aux_hidden_states": NUM_AUX,
-            "norm_before_residual": False,
+            "norm_before_residual": self.norm_before_residual,
             "norm_before_fc": False,
             "fc_norm": False,
             "norm_output": False,

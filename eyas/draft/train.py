@@ -17,10 +17,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from eyas.config import RunConfig, parse_config
+from eyas.draft.baseline import import_baseline, replay_baseline, starting_weights
 from eyas.draft.checkpoint import MODEL, named_checkpoint
 from eyas.draft.corpus import Corpus
+from eyas.draft.export import training_spec
 from eyas.draft.launch import launch
-from eyas.draft.spec import DraftSpec
 from eyas.draft.trainer import Trainer
 from eyas.draft.world import World, joined, own_device
 from eyas.errors import ArtifactError, EyasError
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 VERSION = 1
 STAGE = "train"
 _NOT_IN_FINGERPRINT = {
-    *("threads", "keep_checkpoints", "log_every", "tensorboard", "wandb_project"),
+    *("baseline", "threads", "keep_checkpoints", "log_every", "tensorboard", "wandb_project"),
     *("recompute", "processes", "hosts", "rendezvous", "zero_stage"),  # the same curve to rounding
 }
 
@@ -69,6 +70,9 @@ def train(
         }
     )
     target = load_target(config.target)
+    imported = world.same(lambda: import_baseline(run, config, target))
+    if imported is not None:
+        inputs["baseline"] = imported.digest()
     settings = {
         **config.draft.model_dump(mode="json", exclude=_NOT_IN_FINGERPRINT),
         "target": target.fingerprint,
@@ -82,11 +86,13 @@ def train(
         (run.draft / "manifest.json").unlink(missing_ok=True)
         started_at = now()
         corpus = Corpus.open(run)
+        baseline = world.same(lambda: replay_baseline(run, config, target, corpus))
         trainer = Trainer(
             folder=run.draft,
             corpus=corpus,
             target=target,
-            spec=DraftSpec.from_target(target, config.draft, len(corpus.d2t)),
+            spec=training_spec(run, config, target, len(corpus.d2t)),
+            start=starting_weights(run, config, corpus.d2t),
             config=config.draft,
             num_draft_tokens=config.benchmark.num_draft_tokens,
             fingerprint=print_,
@@ -107,7 +113,7 @@ def train(
                 counts=Counts.of(done=len(set(corpus.train)), rejected=sum(reasons.values())),
                 rejected_by_reason={reason: count for reason, count in reasons.items() if count},
                 files=file_entries(run.draft, [f"checkpoints/{best.name}/{MODEL}", "checkpoints/best"]),
-                figures=trainer.figures(),
+                figures=trainer.figures() | ({"baseline": baseline} if baseline else {}),
                 started_at=started_at,
             ).write(run.draft)
 

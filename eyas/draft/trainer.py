@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from eyas.draft.checkpoint import Checkpoint, TrainerState, clear_other_training
 from eyas.draft.config import DraftConfig
 from eyas.draft.corpus import Corpus, read_ahead
 from eyas.draft.data import Batch
-from eyas.draft.initial import initialise
+from eyas.draft.initial import continue_from, initialise
 from eyas.draft.loss import LossResult, TargetRows, kept_rows, unrolled_loss
 from eyas.draft.metrics import Metrics, Window
 from eyas.draft.model import Draft, rms_norm
@@ -77,6 +77,7 @@ class Trainer:
         num_draft_tokens: int,
         fingerprint: str,
         world: World | None = None,
+        start: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.folder, self.corpus, self.config, self.spec = folder, corpus, config, spec
         self.world = world = world or World()
@@ -94,7 +95,10 @@ class Trainer:
         self.first_epoch = corpus.epoch(0, config.seed, config.batch_tokens)
         if found is None:
             rows = TargetRows.of(head.lm_head, corpus.d2t, has_states=corpus.has_states)
-            scales = world.same(lambda: initialise(self.draft, head, rows, config.seed, self._sample()))
+            if start is None:
+                scales = world.same(lambda: initialise(self.draft, head, rows, config.seed, self._sample()))
+            else:
+                scales = world.same(lambda: continue_from(self.draft, start, head, self._sample()))
             self.state = TrainerState(fingerprint=fingerprint, dtype=dtype, rate_scales=scales)
         else:
             self.state = found.state

@@ -73,7 +73,8 @@ class DraftModel:
             ],
             dim=-1,
         )  # [N, 2H]
-        hidden = self._attention(mixed, states, cache, step)
+        residual = mixed[:, spec.hidden_size :] if spec.norm_before_residual else states
+        hidden = self._attention(mixed, residual, cache, step)
         return self._mlp(functional.rms_norm(hidden, shape, self._output_norm, spec.rms_norm_eps), hidden)
 
     def propose(self, states: Tensor) -> Tensor:

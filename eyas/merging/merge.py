@@ -30,7 +30,7 @@ from eyas.merging.order import ORDER_HEAD, add_copies, in_order
 from eyas.merging.parquet import ORDER_SCHEMA, TOKENS_SCHEMA, RowGroups, hex_ids, row_groups
 from eyas.merging.records import RESPONSES_NAME, RecordRules
 from eyas.merging.spill import Heads, Spill, Tokens
-from eyas.merging.vocabulary import VocabularyMap, build_map, forced_tokens
+from eyas.merging.vocabulary import VocabularyMap, build_map, forced_tokens, kept_map
 from eyas.progress import Progress, Report, silent
 from eyas.target.spec import TargetSpec, load_target
 from eyas.workspace import RunFolder, exclusive
@@ -55,16 +55,17 @@ def merge(run: RunFolder, config: RunConfig, report: Report = silent) -> Manifes
     responses = {name: _finished_responses(run, name) for name in names}
     settings = config.merging.model_dump(include={"seed", "max_tokens", "mixture", "draft_vocab_size", "max_line_bytes"})
     forced = forced_tokens(spec, config)
+    kept = kept_map(run.baseline, spec) if config.draft.warm_start else None
     wanted = fingerprint(
         "merge",
         VERSION,
         inputs={name: manifest.digest() for name, manifest in responses.items()},
-        config={**settings, "vocab_size": spec.vocab_size, "forced": forced},
+        config={**settings, "vocab_size": spec.vocab_size, "forced": forced} | ({"map": kept.digest()} if kept else {}),
     )
     with exclusive(run.merged / ".lock", f"the merge of {run.root}"):
         manifest = finished_manifest(run.merged, wanted)
         if manifest is None:
-            manifest = _Merge(run, config.merging, spec, names, forced, report).write(wanted, responses, settings)
+            manifest = _Merge(run, config.merging, spec, names, forced, report, kept).write(wanted, responses, settings)
     return _within_limit(manifest, config.merging.reject_limit, run.merged)
 
 
@@ -82,8 +83,16 @@ class _Tally:
 
 class _Merge:
     def __init__(
-        self, run: RunFolder, config: MergingConfig, spec: TargetSpec, names: list[str], forced: list[int], report: Report
+        self,
+        run: RunFolder,
+        config: MergingConfig,
+        spec: TargetSpec,
+        names: list[str],
+        forced: list[int],
+        report: Report,
+        kept: VocabularyMap | None = None,
     ) -> None:
+        self.kept = kept
         self.run, self.config, self.spec, self.names, self.forced, self.report = run, config, spec, names, forced, report
         self.work = run.merged / ".work"
         self.rejected: Counter[str] = Counter()
@@ -100,7 +109,8 @@ class _Merge:
                 tally, orders = self._tokens(self._scatter(rejects), rejects)
             num_order = self._order(orders[0], ORDER_NAME)
             self._order(orders[1], HELDOUT_NAME)
-            vocabulary = build_map(tally.generated, self.forced, self.config.draft_vocab_size)
+            vocabulary = self.kept or build_map(tally.generated, self.forced, self.config.draft_vocab_size)
+            self._warn_of_missing(vocabulary)
             vocabulary.write(self.work / MAP_NAME)
             files = [TOKENS_NAME, ORDER_NAME, HELDOUT_NAME, MAP_NAME, REJECTS_NAME]
             self._publish(files)
@@ -241,6 +251,11 @@ class _Merge:
         self.rejected[reason] += 1
         where = f"responses/{name}/{RESPONSES_NAME}:{line}"
         rejects.write(json_line({"id": record_id, "reason": reason, "where": where, "detail": detail}))
+
+    def _warn_of_missing(self, vocabulary: VocabularyMap) -> None:
+        missing = sorted(set(self.forced) - set(vocabulary.kept.tolist()))
+        if missing:
+            logger.warning("the kept vocabulary map lacks end, think or tool tokens ids=%s: the draft never proposes them", missing)
 
     def _gate(self) -> None:
         for name in self.names:

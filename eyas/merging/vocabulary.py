@@ -14,11 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import safetensors
 import safetensors.numpy
 
 from eyas.config import RunConfig
-from eyas.errors import ConfigError
-from eyas.files import write_bytes
+from eyas.errors import ArtifactError, ConfigError
+from eyas.files import digest_json, write_bytes
 from eyas.target.reasoning import find_reasoning_format
 from eyas.target.spec import TargetSpec
 from eyas.target.tokenizer import load_tokenizer
@@ -52,6 +53,10 @@ class VocabularyMap:
         total = int(counts.sum())
         return float(counts[self.kept].sum() / total) if total else 1.0
 
+    def digest(self) -> str:
+        """SHA-256 over the kept ids, in hex."""
+        return digest_json({"vocab_size": self.vocab_size, "kept": self.kept.tolist()})
+
     def write(self, path: Path) -> None:
         """Write `d2t` and `t2d` as safetensors, atomically."""
         write_bytes(path, safetensors.numpy.save({"d2t": self.d2t, "t2d": self.t2d}))
@@ -77,6 +82,21 @@ def build_map(counts: npt.NDArray[np.int64], forced: Collection[int], draft_voca
     rank = np.concatenate([always, rank[~np.isin(rank, always)]])[:size]
     num_filled = int((counts[rank[len(always) :]] == 0).sum())
     return VocabularyMap(kept=np.sort(rank), vocab_size=vocab_size, num_filled=num_filled)
+
+
+def kept_map(baseline: Path, spec: TargetSpec) -> VocabularyMap:
+    """The map of the draft that training starts from, `baseline` as the run imported it: a warm start keeps it.
+
+    Built anew from other data, each row of the draft's head would mean another token
+    (https://github.com/sgl-project/SpecForge/pull/534). Raises `ArtifactError` where there is none.
+    """
+    path = baseline / "model.safetensors"
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            d2t = file.get_tensor("d2t")
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ArtifactError(f"{path} has no vocabulary map ({error}); open the run again, it imports draft.baseline") from error
+    return VocabularyMap(kept=d2t + np.arange(len(d2t)), vocab_size=spec.vocab_size, num_filled=0)
 
 
 def forced_tokens(spec: TargetSpec, config: RunConfig) -> list[int]:

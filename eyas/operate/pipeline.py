@@ -42,6 +42,10 @@ def open_run(root: Path, config: RunConfig) -> RunFolder:
     """
     run = RunFolder(root).create()
     spec = load_target(config.target)
+    if config.draft.baseline or config.draft.warm_start:  # a draft that does not fit fails now, not after days
+        from eyas.draft.baseline import import_baseline
+
+        import_baseline(run, config, spec)
     write_json(
         run.run_json,
         {

@@ -181,7 +181,9 @@ def _training(run: RunFolder, rows: list[dict[str, Any]], replays: list[dict[str
     if not rows and not replays:
         return None
     best = max(replays, key=lambda row: float(row["accept_length"]), default=None)
-    return {"last": rows[-1] if rows else None, "best": best, "num_replays": len(replays)}
+    trained = _manifest(run.draft)
+    baseline = trained.figures.get("baseline") if trained else None
+    return {"last": rows[-1] if rows else None, "best": best, "num_replays": len(replays), "baseline": baseline}
 
 
 def _accept_rows(results: dict[str, Any]) -> list[dict[str, Any]]:

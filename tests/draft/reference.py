@@ -58,6 +58,8 @@ class SlowDraft:
 
     def layer(self, state: torch.Tensor, q: list[torch.Tensor], keys: list, values: list) -> torch.Tensor:
         spec, w = self.spec, self.w
+        if spec.norm_before_residual:
+            state = norm(state, w["midlayer.hidden_norm.weight"], spec.rms_norm_eps)
         heads = []
         for head in range(spec.num_heads):
             group = head // (spec.num_heads // spec.num_kv_heads)
