@@ -155,6 +155,15 @@ def plan_verb(options: argparse.Namespace, api_key: str) -> int:
     return 0
 
 
+def diagnose_verb(options: argparse.Namespace, api_key: str) -> int:
+    """Measure why drafts are refused; the findings are also in diagnosis.json."""
+    from eyas.speculate.diagnosis import diagnose, render
+
+    config = read_config(options)
+    print(render(diagnose(RunFolder(options.run), config, options.draft, traffic=options.traffic)))
+    return 0
+
+
 def adopt_verb(options: argparse.Namespace, api_key: str) -> int:
     """Audit another script's responses and keep what passes; 3 if nothing does."""
     from eyas.generation.adopt import adopt
