@@ -20,7 +20,7 @@ from eyas.config import RunConfig
 from eyas.draft.corpus import Corpus, read_ahead
 from eyas.draft.export import CONFIG, MODEL, load_export
 from eyas.draft.foreign import draft_identity, read_draft
-from eyas.draft.loss import TargetRows, target_argmax
+from eyas.draft.loss import TargetRows
 from eyas.draft.model import Draft
 from eyas.draft.replay import ReplayResult, replay
 from eyas.draft.spec import DraftSpec
@@ -126,6 +126,6 @@ def replay_records(
     draft: Draft, d2t: torch.Tensor, head: TargetHead, corpus: Corpus, ids: list[str], config: RunConfig
 ) -> ReplayResult:
     """Replay `draft`, whose map is `d2t` [D], on the records `ids` with the run's chain length."""
-    rows = TargetRows.of(head.lm_head, d2t)
+    rows = TargetRows.of(head.lm_head, d2t, has_states=corpus.has_states)
     batches = read_ahead(corpus, corpus.pack(ids, config.draft.batch_tokens), config.benchmark.num_draft_tokens)
-    return replay(draft, ((batch, target_argmax(batch.labels, head.lm_head, is_exact=True)) for batch in batches), rows)
+    return replay(draft, ((batch, rows.argmax(batch.labels, head.lm_head, is_exact=True)) for batch in batches), rows)

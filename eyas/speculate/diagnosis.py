@@ -246,6 +246,8 @@ def _blocks(bench: _Bench, advice: str) -> Finding:
     except (EyasError, OSError, RuntimeError, ValueError) as error:  # no weights here, or no room for them
         return Finding(cause=cause, verdict="unknown", seen=f"the target cannot be run here ({str(error)[:80]})", bound=bound)
     sample = take_sample(bench.corpus, ids, bench.head.lm_head)
+    if not sample.has_states:
+        return Finding(cause=cause, verdict="unknown", seen="the store keeps no final states to prove the target by", bound=bound)
     final = _error(torch.cat([record.final for record in sample.records]), torch.cat([states[-1] for states in plain]))
     if final > MAX_STATE_ERROR:
         seen = f"the target as run here gives other final states than the store's (error {final:.0%})"

@@ -11,6 +11,7 @@ from eyas.draft.corpus import Corpus
 from eyas.draft.data import Batch, Record, make_batch
 from eyas.draft.loss import TargetRows, target_argmax
 from eyas.draft.model import Draft, rms_norm
+from eyas.hidden.store.top import top_argmax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class Sample:
     records: tuple[Record, ...]
     argmax: tuple[torch.Tensor, ...]  # [T] each: the target's choice after position t
     lm_head: torch.Tensor  # [V, H]
+    has_states: bool = True
+    """False where the store keeps top-k probabilities in place of final states."""
 
     def hits(self, draft: Draft, rows: TargetRows, *, tokens: int = 0, aux: int = 0, labels: int = 0) -> HitCounts:
         """Count with one stream shifted: column t is shown what stands `tokens` or `aux` later, and held against `labels` later."""
@@ -75,7 +78,7 @@ class Sample:
         """Share of generated tokens that the target's argmax `shift` places later gives; after `norm` [H] where one is given."""
         hits = total = 0
         for record, chosen in zip(self.records, self.argmax, strict=True):
-            if norm is not None:
+            if norm is not None and self.has_states:
                 chosen = target_argmax(rms_norm(record.final.float(), norm, eps), self.lm_head, is_exact=True)
             places = torch.arange(1, len(record.tokens))[record.loss_mask[1:].bool()]
             sources = places - 1 + shift
@@ -121,6 +124,10 @@ def take_sample(corpus: Corpus, ids: Sequence[str], lm_head: torch.Tensor) -> Sa
     records = tuple(corpus.record(item) for item in ids)
     return Sample(
         records=records,
-        argmax=tuple(target_argmax(record.final, lm_head, is_exact=True) for record in records),
+        argmax=tuple(
+            target_argmax(record.final, lm_head, is_exact=True) if corpus.has_states else top_argmax(record.final)
+            for record in records
+        ),
         lm_head=lm_head,
+        has_states=corpus.has_states,
     )
