@@ -30,6 +30,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 FAMILIES = {
+    "llama": {},
     "llama3": {"rope_scaling": LLAMA3},
     "qwen2": {"model_type": "qwen2", "head_dim": None},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
@@ -43,6 +44,21 @@ FAMILIES = {
         "head_dim": None,
         "rope_scaling": YARN,
     },
+    "kimi_k25": {  # an outer config around a DeepSeek-V3 text model
+        "model_type": "kimi_k25",
+        "text_config": {
+            **{key: value for key, value in TARGET_CONFIG.items() if key not in ("head_dim", "model_type")},
+            "model_type": "kimi_k2",
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "num_key_value_heads": 4,
+            "rope_scaling": YARN,
+        },
+        **dict.fromkeys(("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "intermediate_size")),
+    },
     "gpt_oss": {"model_type": "gpt_oss", "head_dim": 8, "rope_scaling": YARN},
 }
 
@@ -54,6 +70,8 @@ def test_a_draft_is_derived_from_any_family(tmp_path: Path, family: str) -> None
     target = load_target(TargetConfig(model=str(folder)))
     spec = DraftSpec.from_target(target, DraftConfig(), 24)
     draft = Draft(spec, load_head(target, torch.float32).embed_tokens)
+    assert (spec.num_heads * spec.head_dim) % 2 == 0
+    assert spec.rope_scaling == (changes.get("text_config") or changes).get("rope_scaling")
     assert {name: tuple(value.shape) for name, value in draft.named_parameters()} == spec.tensor_shapes
     record = random_record(spec, [0, 0, 1, 1, 1, 1], 0)
     states = draft.unroll(make_batch([record], 3), 3)

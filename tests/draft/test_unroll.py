@@ -39,7 +39,8 @@ def run(draft: Draft, batch, rows, lm_head, decay: float, *, wants_hits: bool = 
 def test_loss_gradients_and_acceptance_equal_the_step_by_step_reference(num_steps: int, vocabulary: str) -> None:
     spec = tiny_spec() if vocabulary == "reduced" else tiny_spec(draft_vocab_size=40)
     draft, d2t = random_draft(spec), random_map(spec)
-    lm_head = torch.randn(spec.vocab_size, spec.hidden_size, dtype=torch.float64)
+    is_tied = vocabulary == "whole"
+    lm_head = draft.embed_tokens if is_tied else torch.randn(spec.vocab_size, spec.hidden_size, dtype=torch.float64)
     rows = TargetRows.of(lm_head, d2t)
     records = [random_record(spec, mask, seed) for seed, mask in enumerate(MASKS)]
     weights = {name: value.detach().clone().requires_grad_() for name, value in draft.named_parameters()}
