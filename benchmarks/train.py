@@ -1,21 +1,25 @@
 """Training speed of the draft beside a textbook implementation, on the same random states of the embedded target's shape.
 
-    python -m benchmarks.train [--unroll 4] [--batch-tokens 2048] [--steps 6]
+    python -m benchmarks.train [--unroll 4] [--batch-tokens 2048] [--steps 6] [--peers build/peers]
 
 Each implementation runs in a process of its own (peak memory is the process's). The textbook one is the
 usual training-time test: a dense [T, S·T] mask, every step's keys kept in one growing cache, head and
 cross-entropy at every position in fp32, fp32 parameters under bf16 autocast, AdamW. Positions are all
-tokens of the records; a third of each is prompt.
+tokens of the records; a third of each is prompt. `--peers` adds the projects of `train_peers.py`, each in an
+environment of its own in that folder, made from the package index on first use (minutes, 1 GB each).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
 import time
+import venv
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -29,6 +33,15 @@ from eyas.draft.spec import DraftSpec
 
 H, V, D = 576, 49_152, 8_192
 DECAY = 0.8
+PEER_FILE = str(Path(__file__).with_name("train_peers.py"))
+PEERS = {
+    "specforge": (
+        "0.2.0",
+        ["torch==2.13.0 transformers accelerate pydantic PyYAML tqdm datasets numpy safetensors", "--no-deps specforge==0.2.0"],
+    ),
+    "speculators": ("0.9.0", ["torch==2.13.0 speculators==0.9.0"]),
+}
+"""Version, and what pip installs into the peer's own environment."""
 
 
 def draft_spec() -> DraftSpec:
@@ -169,6 +182,23 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     }
 
 
+def flops_per_position(options: argparse.Namespace) -> float:
+    """The same work for everybody, in GFLOP per position."""
+    data = records(options.batch_tokens, options.length)
+    return flops(data, options.unroll) / sum(len(item.tokens) for item in data) / 1e9
+
+
+def peer_python(folder: Path, name: str) -> str:
+    """Python of the environment of a peer, which is made where it is missing."""
+    python = folder / name / "bin" / "python"
+    if not python.exists():
+        print(f"making an environment for {name}=={PEERS[name][0]} in {folder}", flush=True)
+        venv.create(folder / name, with_pip=True)
+        for arguments in PEERS[name][1]:
+            subprocess.run([str(python), "-m", "pip", "install", "--quiet", *arguments.split()], check=True)
+    return str(python)
+
+
 def flops(data: list[Record], unroll: int) -> float:
     """Floating-point operations of the matrix products that this training needs at least, attention aside."""
     keys = sum(len(item.tokens) for item in data)
@@ -197,6 +227,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens of a record")
     parser.add_argument("--steps", type=int, default=6, help="timed optimizer steps")
     parser.add_argument("--recompute", action="store_true", help="compute unroll steps again in the backward pass")
+    parser.add_argument("--peers", type=Path, help="folder of the peers' environments; measures them too")
     parser.add_argument("--only", choices=["textbook", "bfloat16", "float32"], help="measure one implementation in this process")
     options = parser.parse_args()
     if options.only:
@@ -206,13 +237,19 @@ def main() -> None:
     print(f"unroll {options.unroll}, {options.batch_tokens} positions a batch, records of {options.length}")
     print(f"this machine multiplies bf16 matrices at {rate:.0f} GFLOP/s")
     results = {}
-    for name in ("textbook", "bfloat16", "float32"):
-        command = [sys.executable, "-m", "benchmarks.train", "--only", name]
-        for key in ("unroll", "batch_tokens", "length", "steps"):
-            command += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
-        command += ["--recompute"] if options.recompute else []
-        results[name] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        found = results[name]
+    shape = [f"--{key.replace('_', '-')}={getattr(options, key)}" for key in ("unroll", "batch_tokens", "length", "steps")]
+    ours = [sys.executable, "-m", "benchmarks.train", *shape, *(["--recompute"] if options.recompute else [])]
+    commands = {name: [*ours, "--only", name] for name in ("textbook", "bfloat16", "float32")}
+    if options.peers is not None:
+        commands |= {name: [peer_python(options.peers, name), PEER_FILE, name, *shape] for name in PEERS}
+    for name, command in commands.items():
+        environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"} if name in PEERS else None
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if done.returncode:
+            print(f"{name}: did not run: {(done.stderr.strip().splitlines() or ['no output'])[-1]}", flush=True)
+            continue
+        found = results[name] = json.loads(done.stdout.splitlines()[-1])
+        found.setdefault("matrix_rate_gflops", found["positions_per_s"] * flops_per_position(options))
         print(
             f"{name:9s} {found['positions_per_s']:7.0f} positions/s  {found['peak_rss_mb']:6.0f} MB  "
             f"{found['matrix_rate_gflops'] / rate:5.1%} of the matrix rate  "

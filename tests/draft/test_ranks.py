@@ -153,9 +153,8 @@ def test_the_processes_of_a_launch_save_and_end_with_it(run: RunFolder, target: 
 
 @pytest.mark.soak
 def test_bad_input_found_by_a_process_keeps_its_exit_code(run: RunFolder, target: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (run.merged / "manifest.json").unlink()
-    assert main(write_config(run, config(target, processes=2))[2:]) == 2
-    assert "manifest.json does not exist" in capfd.readouterr().err
+    assert main(write_config(run, config(target / "absent", processes=2))[2:]) == 2
+    assert "is no model folder" in capfd.readouterr().err
 
 
 @pytest.mark.soak
