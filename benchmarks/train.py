@@ -37,11 +37,14 @@ PEER_FILE = str(Path(__file__).with_name("train_peers.py"))
 PEERS = {
     "specforge": (
         "0.2.0",
-        ["torch==2.13.0 transformers accelerate pydantic PyYAML tqdm datasets numpy safetensors", "--no-deps specforge==0.2.0"],
+        [
+            "install torch==2.13.0 transformers accelerate pydantic PyYAML tqdm datasets numpy safetensors",
+            "install --no-deps specforge==0.2.0",
+        ],
     ),
-    "speculators": ("0.9.0", ["torch==2.13.0 speculators==0.9.0"]),
+    "speculators": ("0.9.0", ["install torch==2.13.0 speculators==0.9.0", "uninstall --yes torchvision torchaudio"]),
 }
-"""Version, and what pip installs into the peer's own environment."""
+"""Version, and what pip does in the peer's own environment (torchvision may be built for another torch, and is not needed)."""
 
 
 def draft_spec() -> DraftSpec:
@@ -195,7 +198,7 @@ def peer_python(folder: Path, name: str) -> str:
         print(f"making an environment for {name}=={PEERS[name][0]} in {folder}", flush=True)
         venv.create(folder / name, with_pip=True)
         for arguments in PEERS[name][1]:
-            subprocess.run([str(python), "-m", "pip", "install", "--quiet", *arguments.split()], check=True)
+            subprocess.run([str(python), "-m", "pip", "--quiet", *arguments.split()], check=True)
     return str(python)
 
 

@@ -73,6 +73,7 @@ def specforge(count: int, length: int, unroll: int) -> tuple[torch.nn.Module, Ca
 def speculators(count: int, length: int, unroll: int) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
     """`Eagle3DraftModel` with sdpa attention under bf16 autocast; the records are packed into one row."""
     from speculators import SpeculatorsConfig, VerifierConfig
+    from speculators.losses import resolve_loss_config
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import LlamaConfig
@@ -88,7 +89,7 @@ def speculators(count: int, length: int, unroll: int) -> tuple[torch.nn.Module, 
             algorithm="eagle3", proposal_methods=[proposal], default_proposal_method="greedy", verifier=verifier
         ),
     )
-    model = Eagle3DraftModel(config)
+    model, losses = Eagle3DraftModel(config), resolve_loss_config("kl_div", "eager")
     with torch.no_grad():
         for weight in (model.lm_head.weight, model.embed_tokens.weight, model.verifier_lm_head.weight):
             weight.copy_(torch.randn_like(weight) * 0.02)
@@ -104,7 +105,7 @@ def speculators(count: int, length: int, unroll: int) -> tuple[torch.nn.Module, 
 
     def compute() -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            found = model(**rows, ttt_steps=unroll, ttt_step_loss_decay=DECAY)
+            found = model(**rows, ttt_steps=unroll, ttt_step_loss_decay=DECAY, loss_config=losses)
         return next(item for item in found if torch.is_tensor(item) and item.dim() == 0)
 
     return model, compute

@@ -162,7 +162,17 @@ def test_bad_input_found_by_a_process_keeps_its_exit_code(run: RunFolder, target
 def test_other_launchers_start_the_same_training(run: RunFolder, alone: RunFolder, target: Path, launcher: str) -> None:
     command = write_config(run, config(target, processes=2, zero_stage=2))
     start = {
-        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command],
+        "torchrun": [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "--",
+            *command[1:],
+        ],
         "deepspeed": [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--module", *command[1:]],
     }[launcher]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
