@@ -99,7 +99,7 @@ def mixed_row(text: Text, index: int) -> dict[str, Any]:
 
 
 def traces(text: Text, num_bytes: float) -> Iterator[dict[str, Any]]:
-    """Agent traces of about 50 kB with a 2 MB one in every thousand, `num_bytes` in all."""
+    """Agent traces of about 50 kB with one of some MB in every thousand, `num_bytes` in all."""
     num_written = index = 0
     while num_written < num_bytes:
         steps = [{"role": ("user", "ai")[turn % 2], "text": text.take(3_500)} for turn in range(15)]

@@ -23,6 +23,9 @@ from eyas.prompts.words import words_of
 from eyas.target.probe import TemplateTraits
 
 _MAX_CHARS_PER_TOKEN = 32
+_LONG_CHARS = 1 << 20
+_PIECE_CHARS = 1 << 18
+_CUT_TOKENS = 32  # more tokens than a cut can make of what it parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +148,21 @@ def _draft(
         if len(text) > preparation.max_prompt_tokens * _MAX_CHARS_PER_TOKEN:
             limit = preparation.max_prompt_tokens
             raise RecordError("too_long", f"{len(text)} characters, which no tokenizer puts into {limit} tokens")
+        _check_long_text(text, preparation)
     except RecordError as error:
         return Draft(where=shared["where"], columns=columns, problem=error)
     return Draft(where=shared["where"], columns=columns, text=text)
+
+
+def _check_long_text(text: str, preparation: Preparation) -> None:
+    """Refuse a text of a megabyte or more that cannot fit before it is encoded whole, which takes 500 bytes a token."""
+    if len(text) < _LONG_CHARS:
+        return
+    num_tokens = 0
+    for start in range(0, len(text), _PIECE_CHARS):
+        num_tokens += len(preparation.renderer.encode([text[start : start + _PIECE_CHARS]])[0]) - _CUT_TOKENS
+        if num_tokens > preparation.max_prompt_tokens:
+            raise RecordError("too_long", f"more than {num_tokens} prompt tokens, at most {preparation.max_prompt_tokens} fit")
 
 
 def _check_control_tokens(messages: str, tools: str, preparation: Preparation, account: Account) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from eyas.files import read_json_lines
 from eyas.target.config import TargetConfig
+from eyas.target.rendering import Renderer
 from eyas.target.spec import load_target
 from eyas.target.tokenizer import load_tokenizer
 from tests.prompts.conftest import chat, write_rows
@@ -322,3 +323,22 @@ def test_control_tokens_are_kept_and_counted_where_the_config_says_so(prepared, 
 def test_what_only_looks_like_a_control_token_is_text(prepared, text: str) -> None:
     manifest, prompts, _ = prepared([chat(text, "x")])
     assert (len(prompts), manifest.figures["repairs"]) == (1, {})
+
+
+def test_a_huge_text_that_cannot_fit_is_never_encoded_whole(prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """https://github.com/apache/arrow/issues/7835: its neighbour here, a row that is read but too long for the context."""
+    seen: list[int] = []
+    encode = Renderer.encode
+
+    def watched(self: Renderer, texts: list[str]) -> list[list[int]]:
+        seen.extend(map(len, texts))
+        return encode(self, texts)
+
+    monkeypatch.setattr(Renderer, "encode", watched)
+    target = write_target(tmp_path / "wide", config={"max_position_embeddings": 100_000})
+    _, prompts, rejects = prepared([_GOOD, chat("a bird in the hand " * 70_000, "x")], model=target)
+    assert (len(prompts), _reasons(rejects)) == (1, ["too_long"])
+    assert max(seen) <= 1 << 18
+    wide = write_target(tmp_path / "wider", config={"max_position_embeddings": 2_000_000})
+    _, prompts, rejects = prepared([chat("a bird in the hand " * 70_000, "x")], model=wide)
+    assert (len(prompts), rejects) == (1, [])
