@@ -198,7 +198,7 @@ def peer_python(folder: Path, name: str) -> str:
         print(f"making an environment for {name}=={PEERS[name][0]} in {folder}", flush=True)
         venv.create(folder / name, with_pip=True)
         for arguments in PEERS[name][1]:
-            subprocess.run([str(python), "-m", "pip", "--quiet", *arguments.split()], check=True)
+            subprocess.run([str(python), "-m", "pip", "--quiet", *arguments.split()], check=True, capture_output=True)
     return str(python)
 
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eyas.config import RunConfig
+from eyas.draft import checkpoint
 from eyas.draft.checkpoint import load_checkpoint, load_latest
 from eyas.draft.data import Record
 from eyas.draft.metrics import METRICS
@@ -165,6 +166,39 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: RunFolder, target
     found = load_latest(run.draft / "checkpoints", fingerprint)
     assert found is not None
     assert found.state.step == 20
+
+
+@pytest.mark.parametrize("num_files", [0, 1])
+def test_a_process_that_dies_while_it_writes_leaves_the_last_checkpoint(
+    run: RunFolder, target: Path, monkeypatch: pytest.MonkeyPatch, num_files: int
+) -> None:
+    """The second checkpoint is cut off before its first file or between its two; the training then continues from the first."""
+    written: list[Path] = []
+
+    def cut_off(tensors: dict, path: Path) -> None:
+        if len(written) == 2 + num_files:
+            path.write_bytes(b"torn")
+            raise KeyboardInterrupt
+        written.append(path)
+        save_file(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        train(run, run_config(target))
+    monkeypatch.undo()
+    folders = {folder.name for folder in (run.draft / "checkpoints").glob("step-*")}
+    assert folders == {"step-00000010"}
+    assert train(run, run_config(target)).figures["steps"] == 40
+    assert not list((run.draft / "checkpoints").glob(".*"))
+
+
+def test_batches_that_teach_nothing_are_counted_by_reason(tmp_path: Path, target: Path) -> None:
+    run = write_run(tmp_path / "run", target, learnable_records(6), learnable_records(2, 1), kept_ids=list(range(48, 96)))
+    manifest = train(run, run_config(target, max_steps=4, log_every=2, eval_every=4))
+    last = [row for row in metrics(run) if row["kind"] == "train"][-1]
+    assert last["skipped"] == {"outside_draft_vocabulary": 4}
+    assert (last["loss"], last["dropped"]) == (0.0, last["supervised"])
+    assert manifest.figures["skipped_batches"] == 4
 
 
 def test_a_checkpoint_of_other_settings_is_never_continued(run: RunFolder, target: Path) -> None:
