@@ -46,7 +46,9 @@ def test_sglang_runs_as_the_benchmark_expects_on_blackwell() -> None:
     draft = " ".join(services["sglang-draft"]["command"])
     for name, value in HARDWARE_FLAGS["blackwell"].items():
         assert f"--{name} {value}" in draft
-    assert "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4" in draft
+    assert "--speculative-eagle-topk $${TOP_K} --speculative-num-draft-tokens $${TOKENS}" in draft
+    shape = services["sglang-draft"]["environment"]
+    assert (shape["STEPS"], shape["TOP_K"], shape["TOKENS"]) == ("${STEPS:-3}", "${TOP_K:-1}", "${TOKENS:-4}")
     assert all(IMAGE in services[name]["image"] for name in ("sglang", "sglang-extract", "sglang-draft"))
 
 
