@@ -1,8 +1,7 @@
-"""Attention over the paged cache: one compiled pass for all decoding rows, torch's flash attention for pieces of prompts.
+"""Attention over the paged cache through `kernels`: one pass for all decoding rows, one for each piece of a prompt.
 
-Decoding (and verifying) goes through `kernels`, where a row's result is the same bits whatever runs beside it and however
-many rows of its request are computed at once. Prompts are cut at multiples of 64 and go through torch's flash attention
-in blocks of 64 rows, whose bits do not depend on how the prompt was cut.
+A row's result is the same bits whatever runs beside it, however many rows of its request are computed at once, and however a
+prompt is cut.
 """
 
 from __future__ import annotations
@@ -12,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from eyas.engine.kernels import attend, turn
+from eyas.engine.kernels import attend, normalise, write
 from eyas.engine.pages import PAGE, LayerCache, as_array
+
+_BLOCK_ROWS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,34 +55,37 @@ class Heads:
         """Decoding rows `qkv` [B*Q, (heads + 2 kv) * D]: writes keys and values to `cache` → [B*Q, heads * D]."""
         out = qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * self.num_kv * self.head_dim)
         where = self.cos, self.sin, cache.keys, cache.values, plan.tables, plan.positions
-        attend(as_array(qkv), *where, *self._norms, as_array(out))
+        attend(as_array(qkv), *where, *self._norms, True, as_array(out))
         return out
 
     def attend_prompt(self, qkv: Tensor, cache: LayerCache, span: PromptSpan) -> Tensor:
         """One piece of a prompt `qkv` [T, (heads + 2 kv) * D]: writes keys and values to `cache` → [T, heads * D]."""
         num_rows = qkv.shape[0]
-        q = qkv.new_empty(num_rows, qkv.shape[1] - 2 * self.num_kv * self.head_dim)
-        where = self.cos, self.sin, cache.keys, cache.values, span.pages, span.num_cached
-        turn(as_array(qkv), *where, *self._norms, as_array(q))
-        keys, values = cache.rows(span.pages, span.num_cached + num_rows)  # [kv, keys, D]
-        turned = q.view(1, num_rows, -1, self.head_dim).transpose(1, 2)  # [1, heads, T, D]
-        blocks = []
-        for start in range(0, num_rows, PAGE):  # always the same blocks of 64: how a prompt is cut changes no bit
-            stop = min(start + PAGE, num_rows)
-            first, last = span.num_cached + start, span.num_cached + stop
-            is_ahead = torch.arange(last)[None] > torch.arange(first, last)[:, None]
-            mask = torch.zeros(is_ahead.shape, dtype=q.dtype).masked_fill_(is_ahead, -torch.inf)
-            out = functional.scaled_dot_product_attention(
-                turned[:, :, start:stop],
-                keys[None, :, :last],
-                values[None, :, :last],
-                attn_mask=mask,
-                scale=1.0,
-                enable_gqa=True,
-            )  # [1, heads, rows, D]
-            blocks.append(out[0].transpose(0, 1).flatten(1))
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        out = qkv.new_empty(num_rows, qkv.shape[1] - 2 * self.num_kv * self.head_dim)
+        rows, into = as_array(qkv), as_array(out)
+        where = self.cos, self.sin, cache.keys, cache.values
+        write(rows, *where, span.pages, span.num_cached, self.k_norm, np.float32(self.eps))
+        even = num_rows - num_rows % _BLOCK_ROWS
+        for start, stop, size in ((0, even, _BLOCK_ROWS), (even, num_rows, num_rows - even)):
+            if start < stop:  # blocks of rows stand as requests beside one another, to keep every core busy
+                positions = np.arange(span.num_cached + start, span.num_cached + stop).reshape(-1, size)
+                tables = np.broadcast_to(span.pages, (len(positions), len(span.pages)))
+                attend(rows[start:stop], *where, np.ascontiguousarray(tables), positions, *self._norms, False, into[start:stop])
+        return out
 
     @property
     def _norms(self) -> tuple[np.ndarray, np.ndarray, np.float32, np.float32]:
         return self.q_norm, self.k_norm, np.float32(self.eps), np.float32(self.head_dim**-0.5)
+
+
+class Norm:
+    """RMS norm with `weight` [H]."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._weight, self._eps = weight.float().numpy(), np.float32(eps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x / rms(x) * weight, `x` [N, H] → [N, H]; fp32 inside."""
+        out = torch.empty_like(x)
+        normalise(as_array(x), self._weight, self._eps, as_array(out))
+        return out

@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 
 from eyas.draft.export import load_export
 from eyas.draft.spec import DraftSpec
+from eyas.engine.attention import Norm
 from eyas.engine.linear import Linear
 from eyas.engine.model import Attention, Mlp, Rotary, Step, TargetModel
 from eyas.engine.pages import LayerCache
@@ -33,11 +34,11 @@ class DraftModel:
         source = TensorTable(tensors, target.dtype)
         self._embed_tokens = target.embed_tokens
         self._fc = Linear(source.take("fc.weight"))
-        self._input_norm = source.take("midlayer.input_layernorm.weight")
-        self._hidden_norm = source.take("midlayer.hidden_norm.weight")
-        self._output_norm = source.take("midlayer.post_attention_layernorm.weight")
+        self._input_norm = Norm(source.take("midlayer.input_layernorm.weight"), spec.rms_norm_eps)
+        self._hidden_norm = Norm(source.take("midlayer.hidden_norm.weight"), spec.rms_norm_eps)
+        self._output_norm = Norm(source.take("midlayer.post_attention_layernorm.weight"), spec.rms_norm_eps)
         self._mlp = Mlp(source, "midlayer.mlp.")
-        self._norm = source.take("norm.weight")
+        self._norm = Norm(source.take("norm.weight"), spec.rms_norm_eps)
         self._lm_head = Linear(source.take("lm_head.weight"))
         self._target_ids = torch.arange(spec.draft_vocab_size) + tensors["d2t"]  # [D]: d2t holds offsets
         rope = {"rope_theta": spec.rope_theta, **(spec.rope_scaling or {"rope_type": "default"})}
@@ -63,24 +64,15 @@ class DraftModel:
 
     def forward(self, step: Step, states: Tensor, cache: LayerCache) -> Tensor:
         """Run the layer at the rows of `step` with `states` [N, H] → the states before `norm` [N, H]."""
-        spec = self.spec
-        shape = (spec.hidden_size,)
         embedded = functional.embedding(step.token_ids, self._embed_tokens)
-        mixed = torch.cat(
-            [
-                functional.rms_norm(embedded, shape, self._input_norm, spec.rms_norm_eps),
-                functional.rms_norm(states, shape, self._hidden_norm, spec.rms_norm_eps),
-            ],
-            dim=-1,
-        )  # [N, 2H]
-        residual = mixed[:, spec.hidden_size :] if spec.norm_before_residual else states
+        mixed = torch.cat([self._input_norm(embedded), self._hidden_norm(states)], dim=-1)  # [N, 2H]
+        residual = mixed[:, self.spec.hidden_size :] if self.spec.norm_before_residual else states
         hidden = self._attention(mixed, residual, cache, step)
-        return self._mlp(functional.rms_norm(hidden, shape, self._output_norm, spec.rms_norm_eps), hidden)
+        return self._mlp(self._output_norm(hidden), hidden)
 
     def propose(self, states: Tensor) -> Tensor:
         """The most likely next token, as a target id, of each row of `states` [N, H] → [N]."""
-        normed = functional.rms_norm(states, (self.spec.hidden_size,), self._norm, self.spec.rms_norm_eps)
-        return self._target_ids[self._lm_head(normed).max(-1).indices]
+        return self._target_ids[self._lm_head(self._norm(states)).max(-1).indices]
 
 
 class TensorTable:

@@ -1,4 +1,4 @@
-"""What torch has no operation for, compiled by numba: rotary positions, cache writes and attention over pages in one pass.
+"""What torch has no operation for, compiled by numba: rotary positions, page writes and attention in one pass; norms.
 
 A decoding step of a small model is not bound by arithmetic but by the number of operations: with torch's own ones the attention
 of a layer takes about thirty, here one. A work item is (request, key head): it turns its queries and keys, writes the page, and
@@ -36,41 +36,52 @@ _outer = njit(cache=True, error_model="numpy", nogil=True, parallel=True)
 @_outer
 def attend(
     qkv: Any, cos: Any, sin: Any, keys: Any, values: Any, tables: Any, positions: Any, q_norm: Any, k_norm: Any, eps: Any,
-    scale: Any, out: Any,
+    scale: Any, writes: bool, out: Any,
 ) -> None:  # fmt: skip
-    """Attention of decoding rows, after writing their keys and values to the cache.
+    """Attention of rows over the cache, after writing their keys and values to it unless `write` has done that.
 
-    Rows b*Q+i of `qkv` [B*Q, (heads + 2 kv) * D] stand at `positions` [B, Q] int64 (ascending) of request b, whose pages are
+    Rows b*Q+i of `qkv` [B*Q, (heads + 2 kv) * D] stand at `positions` [B, Q] int64 (ascending) of a request whose pages are
     `tables` [B, W] int64. `cos`, `sin` [positions, D/2] float32; `keys` [pages, kv, D, 64], `values` [pages, kv, 64, D];
     `q_norm`, `k_norm` [D] float32, or empty; `out` [B*Q, heads * D].
     """
     num_kv = keys.shape[1]
     for index in prange(positions.shape[0] * num_kv):
         _attend_item(
-            index // num_kv, index % num_kv, qkv, cos, sin, keys, values, tables, positions, q_norm, k_norm, eps, scale, out
+            index // num_kv, index % num_kv, qkv, cos, sin, keys, values, tables, positions, q_norm, k_norm, eps, scale, writes, out
         )  # fmt: skip
 
 
 @_outer
-def turn(
-    qkv: Any, cos: Any, sin: Any, keys: Any, values: Any, pages: Any, first: int, q_norm: Any, k_norm: Any, eps: Any, scale: Any,
-    q: Any,
-) -> None:  # fmt: skip
-    """Keys and values of one request's consecutive rows from position `first` into its `pages` [W]; scaled queries into `q`.
-
-    Shapes as in `attend`; `q` [T, heads * D].
-    """
-    num_kv, dim = keys.shape[1], keys.shape[2]
+def write(qkv: Any, cos: Any, sin: Any, keys: Any, values: Any, pages: Any, first: int, k_norm: Any, eps: Any) -> None:
+    """Keys and values of one request's consecutive rows from position `first` into its `pages` [W]; shapes as in `attend`."""
     for t in prange(qkv.shape[0]):
         p = first + t
         page = pages[p // PAGE]
-        turned = np.empty(dim, np.float32)
-        for h in range(num_kv):
+        for h in range(keys.shape[1]):
             _write(qkv[t], h, cos[p], sin[p], k_norm, eps, keys[page], values[page], p % PAGE)
-        for h in range(qkv.shape[1] // dim - 2 * num_kv):
-            _rotate(qkv[t], h * dim, cos[p], sin[p], q_norm, eps, scale, turned)
-            for d in range(dim):
-                q[t, h * dim + d] = _stored(turned[d], q[t, h * dim + d])
+
+
+@_inner
+def normalise(x: Any, weight: Any, eps: Any, out: Any) -> None:
+    """`out` = x / rms(x) * weight, row by row of `x` [N, H]; `weight` [H] float32. One thread: a barrier would cost more."""
+    num_rows, width = x.shape
+    row, lanes = np.empty(width, np.float32), np.empty(_LANES, np.float32)
+    for n in range(num_rows):
+        for i in range(width):
+            row[i] = _load(x[n, i])
+        for lane in range(_LANES):
+            lanes[lane] = _ZERO
+        for i in range(0, width - width % _LANES, _LANES):
+            for lane in range(_LANES):
+                lanes[lane] += row[i + lane] * row[i + lane]
+        total = _ZERO
+        for i in range(width - width % _LANES, width):
+            total += row[i] * row[i]
+        for lane in range(_LANES):
+            total += lanes[lane]
+        factor = _ONE / np.sqrt(total / np.float32(width) + eps)
+        for i in range(width):
+            out[n, i] = _stored(row[i] * factor * weight[i], out[n, i])
 
 
 def _load(x):  # type: ignore[no-untyped-def]  # numba wants the names of both signatures alike, without annotations
@@ -150,7 +161,7 @@ def _write(row: Any, h: int, cos: Any, sin: Any, norm: Any, eps: Any, page_keys:
 @_inner
 def _attend_item(
     b: int, h: int, qkv: Any, cos: Any, sin: Any, keys: Any, values: Any, tables: Any, positions: Any, q_norm: Any,
-    k_norm: Any, eps: Any, scale: Any, out: Any,
+    k_norm: Any, eps: Any, scale: Any, writes: bool, out: Any,
 ) -> None:  # fmt: skip
     """All rows of request `b` under key head `h`."""
     num_queries, num_kv, dim = positions.shape[1], keys.shape[1], keys.shape[2]
@@ -163,8 +174,9 @@ def _attend_item(
     flat_keys, flat_values = page_keys.reshape(-1), page_values.reshape(-1)
     for i in range(num_queries):
         row, p = qkv[b * num_queries + i], positions[b, i]
-        page = tables[b, p // PAGE]
-        _write(row, h, cos[p], sin[p], k_norm, eps, keys[page], values[page], p % PAGE)
+        if writes:
+            page = tables[b, p // PAGE]
+            _write(row, h, cos[p], sin[p], k_norm, eps, keys[page], values[page], p % PAGE)
         for g in range(groups):
             _rotate(row, (h * groups + g) * dim, cos[p], sin[p], q_norm, eps, scale, q[i * groups + g])
             states[i * groups + g, 0] = _MASKED

@@ -22,7 +22,7 @@ from torch.nn import functional
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from eyas.engine.attention import DecodePlan, Heads, PromptSpan
+from eyas.engine.attention import DecodePlan, Heads, Norm, PromptSpan
 from eyas.engine.linear import Linear
 from eyas.engine.pages import LayerCache
 from eyas.errors import ConfigError
@@ -121,9 +121,9 @@ class TargetModel:
                 head_dim=spec.head_dim,
                 eps=self.eps,
             )
-            norms = tensors.take(f"{prefix}input_layernorm.weight"), tensors.take(f"{prefix}post_attention_layernorm.weight")
+            norms = [Norm(tensors.take(f"{prefix}{name}_layernorm.weight"), self.eps) for name in ("input", "post_attention")]
             self.layers.append((norms[0], attention, norms[1], Mlp(tensors, f"{prefix}mlp.")))
-        self.norm = tensors.take("model.norm.weight")
+        self.norm = Norm(tensors.take("model.norm.weight"), self.eps)
         self.lm_head = Linear(self.embed_tokens if spec.tie_word_embeddings else tensors.take("lm_head.weight"))
         tensors.check_all_taken(ignored={"lm_head.weight"} if spec.tie_word_embeddings else set())
 
@@ -142,14 +142,13 @@ class TargetModel:
     def forward(self, step: Step, caches: list[LayerCache], *, wants_aux: bool = False) -> tuple[Tensor, Tensor | None]:
         """Run `step` over `caches` (one per layer) → final state [N, H], auxiliary states [N, 3H] or None."""
         hidden = functional.embedding(step.token_ids, self.embed_tokens)
-        shape = (self.spec.hidden_size,)
         aux = []
         for index, (input_norm, attention, output_norm, mlp) in enumerate(self.layers):
-            hidden = attention(functional.rms_norm(hidden, shape, input_norm, self.eps), hidden, caches[index], step)
-            hidden = mlp(functional.rms_norm(hidden, shape, output_norm, self.eps), hidden)
+            hidden = attention(input_norm(hidden), hidden, caches[index], step)
+            hidden = mlp(output_norm(hidden), hidden)
             if wants_aux and index in self.spec.aux_blocks:
                 aux.append(hidden)
-        final = functional.rms_norm(hidden, shape, self.norm, self.eps)
+        final = self.norm(hidden)
         return final, torch.cat(aux, -1) if aux else None
 
 

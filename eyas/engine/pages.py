@@ -30,19 +30,12 @@ class LayerCache:
     def __init__(self, num_pages: int, num_kv: int, head_dim: int, dtype: torch.dtype) -> None:
         # zeros are committed by the kernel page by page, on first use
         self._tensor = torch.zeros(2, num_pages, num_kv, PAGE * head_dim, dtype=dtype)
-        self._keys = self._tensor[0].view(num_pages, num_kv, head_dim, PAGE)
-        self._values = self._tensor[1].view(num_pages, num_kv, PAGE, head_dim)
-        self.keys, self.values = as_array(self._keys), as_array(self._values)
+        self.keys = as_array(self._tensor[0].view(num_pages, num_kv, head_dim, PAGE))
+        self.values = as_array(self._tensor[1].view(num_pages, num_kv, PAGE, head_dim))
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy pages `source` [n] into pages `target` [n]."""
         self._tensor[:, target] = self._tensor[:, source]
-
-    def rows(self, pages: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
-        """The first `count` keys and values of `pages` in order, each [kv, count, D]."""
-        index = torch.from_numpy(pages)
-        keys = self._keys[index].permute(1, 0, 3, 2).contiguous().flatten(1, 2)  # a view would change the product's path
-        return keys[:, :count], self._values[index].transpose(0, 1).contiguous().flatten(1, 2)[:, :count]
 
 
 class PagePool:
