@@ -22,7 +22,7 @@ from eyas.errors import ArtifactError, TooManyRejects
 from eyas.files import atomic_file, json_line
 from eyas.hidden.codec import CODECS, CodecName
 from eyas.hidden.disk import check_disk, store_bytes
-from eyas.hidden.kind import STATES_VERSION, StoreKind, resolve_kind
+from eyas.hidden.kind import STATES_VERSION, StoreKind, resolve_kind, started_at
 from eyas.hidden.locks import held
 from eyas.hidden.plan import Line, ShardPlan, checked_lines, finished_entry, plan_shards, record_rules
 from eyas.hidden.probe import states_fault
@@ -308,6 +308,7 @@ def _manifest(
         fingerprint=wanted,
         inputs=inputs,
         config=settings,
+        started_at=started_at(run),
         counts=Counts.of(done=sum(len(entry.ids) for entry in entries) - num_duplicates, rejected=len(rejects)),
         rejected_by_reason=dict(sorted(Counter(reject.reason for reject in rejects).items())),
         files=[*files, *file_entries(run.hidden, [*(entry.sidecar_name for entry in entries), INDEX_NAME, REJECTS_NAME])],

@@ -8,6 +8,7 @@ target can never pass for ours.
 from __future__ import annotations
 
 import hashlib
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,12 @@ def resolve_kind(run: RunFolder, config: HiddenConfig, spec: TargetSpec) -> Stor
         if kind != kept:
             write_json(path, kind.settings())
     return kind
+
+
+def started_at(run: RunFolder) -> str:
+    """When the extraction of this kind of states first began (UTC): its processes come and go, `hidden/kind.json` stays."""
+    moment = datetime.fromtimestamp((run.hidden / KIND_NAME).stat().st_mtime, UTC)
+    return moment.isoformat(timespec="seconds")
 
 
 def read_map(run: RunFolder) -> tuple[torch.Tensor, str]:

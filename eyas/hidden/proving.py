@@ -56,14 +56,14 @@ def _kept(run: RunFolder, kind: StoreKind) -> dict[str, Any] | None:
 
 
 def _prove(run: RunFolder, config: RunConfig, spec: TargetSpec, source: Source) -> dict[str, Any]:
-    replies = probe_replies(run, config, spec)
+    replies, are_greedy = probe_replies(run, config, spec)
     states = probe_states(source, replies, spec.hidden_size)
     figures: dict[str, Any] = {"records": len(replies), "tokens": sum(len(reply.tokens) for reply in replies)}
-    if resolve_sampling(config.generation, spec)["temperature"] == 0:
+    if are_greedy:
         head = load_head(spec, torch.float32)
         figures |= check_greedy(states, replies, head, spec, config.hidden.min_greedy_agreement)
     else:
-        logger.info("replies were sampled above temperature 0: greedy agreement with them is not asked for")
+        logger.warning("no reply was generated at temperature 0 (prompts.heldout_share is 0): greedy agreement is not proven")
     if isinstance(source, TransformersSource):
         checks = [
             check_blocks(state, source.plain_forward(reply.tokens), spec)
@@ -73,8 +73,19 @@ def _prove(run: RunFolder, config: RunConfig, spec: TargetSpec, source: Source) 
     return figures
 
 
-def probe_replies(run: RunFolder, config: RunConfig, spec: TargetSpec) -> list[ProbeReply]:
-    """The first usable replies of every dataset that is generated, in equal parts; ids are random, so they are a fair sample."""
+def probe_replies(run: RunFolder, config: RunConfig, spec: TargetSpec) -> tuple[list[ProbeReply], bool]:
+    """The first usable replies of every dataset that is generated, in equal parts, and whether the target chose them greedily.
+
+    Ids are random, so they are a fair sample. Above temperature 0 only held-out replies are greedy; others stand in
+    if there are none.
+    """
+    if resolve_sampling(config.generation, spec)["temperature"] == 0:
+        return _first_replies(run, config, spec, heldout_only=False), True
+    greedy = _first_replies(run, config, spec, heldout_only=True)
+    return (greedy, True) if greedy else (_first_replies(run, config, spec, heldout_only=False), False)
+
+
+def _first_replies(run: RunFolder, config: RunConfig, spec: TargetSpec, *, heldout_only: bool) -> list[ProbeReply]:
     names = [item.name for item in config.prompts.datasets if (run.responses(item.name) / MANIFEST_NAME).is_file()]
     replies: list[ProbeReply] = []
     for left, name in zip(range(len(names), 0, -1), names, strict=True):
@@ -82,7 +93,7 @@ def probe_replies(run: RunFolder, config: RunConfig, spec: TargetSpec) -> list[P
         for line in checked_lines(run.responses(name) / RESPONSES_NAME, record_rules(config, spec, name)):
             if share <= 0:
                 break
-            if line.record is not None:
+            if line.record is not None and (line.record.is_heldout or not heldout_only):
                 record = line.record
                 replies.append(ProbeReply(id=record.id, tokens=record.tokens, prompt_tokens=record.prompt_tokens))
                 share -= 1

@@ -24,7 +24,7 @@ from eyas.target.config import TargetConfig
 from eyas.target.spec import TargetSpec, load_target
 
 ROOT = Path(__file__).parents[2]
-START_S = 600.0
+START_S = 900.0
 SGLANG_FLAGS = shlex.split(
     "--device cpu --host 127.0.0.1 --attention-backend intel_amx --random-seed 1 --max-total-tokens 32768 "
     # On a small machine SGLang's own estimate of the share leaves nothing with chunked prefill off.
@@ -52,21 +52,37 @@ def engine_python(request: pytest.FixtureRequest, engine: str) -> Path:
 @contextlib.contextmanager
 def sglang_server(python: Path, log: Path, model: Path, *flags: str, environment: dict[str, str] | None = None) -> Iterator[str]:
     """A running SGLang server; yields its URL, ends its whole process group."""
+    command = [str(python), str(ROOT / "engines/sglang/launch.py"), "--model-path", str(model), *SGLANG_FLAGS, *flags]
+    with _server(command, log, "/ready", environment or {}) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def vllm_server(python: Path, log: Path, model: Path, *flags: str, environment: dict[str, str]) -> Iterator[str]:
+    """A running vLLM server in bf16, not compiled; yields its URL, ends its whole process group."""
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *flags]
+    command += ["--dtype", "bfloat16", "--enforce-eager", "--host", "127.0.0.1", "--max-model-len", "512", "--max-num-seqs", "4"]
+    quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with _server(command, log, "/health", quiet | environment) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def _server(command: list[str], log: Path, ready_path: str, environment: dict[str, str]) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [str(python), str(ROOT / "engines/sglang/launch.py"), "--model-path", str(model), "--port", str(port)]
-    command += [*SGLANG_FLAGS, *flags]
+    command = [*command, "--port", str(port)]
     with open(log, "wb") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=child_environment() | (environment or {})
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=child_environment() | environment
         )
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + START_S
-        while not _is_ready(url):
+        while not _is_ready(f"{url}{ready_path}"):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"SGLang did not start; the end of {log}:\n" + log.read_text(errors="replace")[-3000:])
+                raise RuntimeError(f"{command[0]} did not start; the end of {log}:\n" + log.read_text(errors="replace")[-3000:])
             time.sleep(0.5)
         yield url
     finally:
@@ -81,7 +97,7 @@ def child_environment() -> dict[str, str]:
 
 def _is_ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/ready", timeout=2.0, trust_env=False).status_code == 200
+        return httpx.get(url, timeout=2.0, trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
 

@@ -41,6 +41,7 @@ def test_states_equal_a_plain_forward_of_each_record_alone(tiny: TinyRun) -> Non
         torch.testing.assert_close(record.final.float(), final, rtol=1e-2, atol=1e-2)
     assert (record.aux.dtype, record.final.dtype) == (torch.bfloat16, torch.bfloat16)
     assert manifest.counts.model_dump(by_alias=True) == {"in": 17, "done": 17, "rejected": 0, "pending": 0}
+    assert "2000" < manifest.started_at <= manifest.finished_at
     assert verify_manifest(tiny.run.hidden) == manifest
     assert sorted(store.verify()) == ["shard-a-00000", "shard-b-00000"]
 

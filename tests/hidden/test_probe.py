@@ -11,6 +11,7 @@ import torch
 
 from eyas.errors import GateError
 from eyas.files import read_json
+from eyas.generation.config import GenerationConfig
 from eyas.hidden.batching import length_buckets
 from eyas.hidden.extract import extract
 from eyas.hidden.probe import ProbeReply, check_blocks, check_greedy, probe_states
@@ -118,6 +119,25 @@ def test_replies_that_the_target_did_not_choose_stop_the_run(tiny: TinyRun) -> N
     with pytest.raises(GateError, match=r"wanted 99\.0%"):
         extract(tiny.run, tiny.hidden_config("a", probe_records=4))
     assert not list(tiny.run.hidden.glob("shard*"))
+
+
+def test_above_temperature_0_the_heldout_replies_are_the_greedy_ones(tiny: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
+    sampled, greedy = tiny.write_random("a", 12), tiny.write_greedy("a", 12)
+    pairs = enumerate(zip(sampled, greedy, strict=True))
+    tiny.write("a", [chosen | {"split": "heldout"} if n % 3 == 0 else other | {"split": "train"} for n, (other, chosen) in pairs])
+    config = tiny.hidden_config("a", probe_records=8)
+    config = config.model_copy(update={"generation": GenerationConfig.model_validate({"sampling": {"temperature": 0.7}})})
+    extract(tiny.run, config)
+    proof = read_json(tiny.run.hidden / "probe.json")["figures"]
+    assert (proof["records"], proof["greedy_positions"]) == (4, 48)
+    assert proof["greedy_agreement"] + proof["greedy_ties"] >= 0.99
+    tiny.write("a", [row | {"split": "heldout"} for row in sampled])
+    (tiny.run.hidden / "probe.json").unlink()
+    with pytest.raises(GateError, match=r"wanted 99\.0%"):
+        extract(tiny.run, config)
+    tiny.write("a", [row | {"split": "train"} for row in sampled])
+    extract(tiny.run, config)
+    assert "no reply was generated at temperature 0" in caplog.text
 
 
 def test_batches_hold_every_sequence_once_within_the_budget() -> None:
