@@ -5,18 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from eyas.config import RunConfig
+from eyas.hidden.codec import CodecName
 from eyas.operate.forecast import Forecast, TargetSizes, forecast, whole_phase
 from eyas.operate.phases import Phase
 from eyas.operate.status import PhaseStatus
 from eyas.operate.volumes import Volumes
 
 SUBSETS = (0.5, 0.25)
+SMALLER_CODECS: tuple[CodecName, ...] = ("int4", "int4_top")
+"""What they keep of this target is measured by `benchmarks/codecs.py`."""
 
 
 def alternatives(
     config: RunConfig, sizes: TargetSizes, counted: Volumes, statuses: dict[Phase, PhaseStatus]
 ) -> list[dict[str, Any]]:
-    """All prompts, subsets, a lower cap, more servers: what each holds and costs in hours, GPU-hours and disk; None: unknown."""
+    """All prompts, subsets, a lower cap, smaller states, more servers: what each holds and costs in hours, GPU-hours and disk; None: unknown."""
     base = forecast(config, sizes, counted, statuses)
     rows = [_row("all prompts, as configured", "", counted, base, config)]
     for share in SUBSETS:
@@ -32,6 +35,10 @@ def alternatives(
         account = counted.scaled(1.0, caps=0.5)
         outlook = _instead(base, config, sizes, counted, account, statuses)
         rows.append(_row("replies capped at half", f"generation.max_new_tokens={max(caps) // 2}", account, outlook, config))
+    for codec in SMALLER_CODECS if config.hidden.codec == "bf16" else ():
+        coded = config.model_copy(update={"hidden": config.hidden.model_copy(update={"codec": codec})})
+        outlook = forecast(coded, sizes, counted, statuses)
+        rows.append(_row(f"hidden states in {codec}, once tried", f"hidden.codec={codec}", counted, outlook, config))
     if config.server.kind == "sglang":
         num_servers = len(config.server.urls)
         outlook = _instead(base, config, sizes, counted, counted, statuses, speed=2.0)

@@ -127,7 +127,7 @@ def check_disk(outlook: Forecast, config: RunConfig, folder_free_bytes: int, whe
     raise ConfigError(
         f"disk of {where} has {size(folder_free_bytes)} free; the run still writes about {size(outlook.disk_bytes_to_write)} "
         f"({size(largest.disk_bytes)} in phase {largest.phase}) and keeps {size(reserve)} free (hidden.disk_reserve_bytes); "
-        "free space, choose another --run, or lower prompts.subsample"
+        "free space, choose another --run or a smaller hidden.codec, or lower prompts.subsample"
     )
 
 

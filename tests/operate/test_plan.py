@@ -93,6 +93,10 @@ def test_alternatives_cost_in_proportion(run: RunFolder, config: RunConfig) -> N
     assert 0.45 * whole["hours"] < half["hours"] < whole["hours"]
     assert half["disk_bytes"] < whole["disk_bytes"]
     assert rows["replies capped at half"]["tokens"] == 5_000
+    coded = rows["hidden states in int4, once tried"]
+    assert coded["set"] == "hidden.codec=int4"
+    saved = 8 * SIZES.hidden_size - (3 * SIZES.hidden_size * 4.5 + SIZES.hidden_size * 8.5) / 8  # bytes a token
+    assert whole["disk_bytes"] - coded["disk_bytes"] == round(saved * volumes(run, config).merged_tokens)
 
 
 def test_without_quotas_nothing_is_known_before_phase_1(run: RunFolder, config_file: Callable[..., Path]) -> None:
