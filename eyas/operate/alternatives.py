@@ -19,7 +19,8 @@ SMALLER_CODECS: tuple[CodecName, ...] = ("int4", "int4_top")
 def alternatives(
     config: RunConfig, sizes: TargetSizes, counted: Volumes, statuses: dict[Phase, PhaseStatus]
 ) -> list[dict[str, Any]]:
-    """All prompts, subsets, a lower cap, smaller states, more servers: what each holds and costs in hours, GPU-hours and disk; None: unknown."""
+    """All prompts, subsets, a lower cap, smaller states, more servers: what each holds and costs in hours, GPU-hours and
+    disk; None: unknown."""
     base = forecast(config, sizes, counted, statuses)
     rows = [_row("all prompts, as configured", "", counted, base, config)]
     for share in SUBSETS:
