@@ -202,6 +202,49 @@ def test_the_share_of_reasoning_is_counted_by_ids(tmp_path: Path) -> None:
         next(rows)
 
 
+class PlainTarget:
+    """Stands in for the target: a plain forward that agrees with the store but for `shift` rows and `up` blocks."""
+
+    def __init__(self, records: list[Record], *, shift: int = 0, up: int = 0) -> None:
+        self.by_tokens = {tuple(record.tokens.tolist()): record for record in records}
+        self.shift, self.up = shift, up
+
+    def __call__(self, *_: object, **__: object) -> PlainTarget:
+        return self
+
+    def plain_forward(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+        record = self.by_tokens[tuple(tokens.tolist())]
+        generator = torch.Generator().manual_seed(3)
+        states = [torch.randn(LENGTH, H, generator=generator) for _ in range(8)]
+        for block, own in zip((1, 3, 4), record.aux.float().chunk(3, -1), strict=True):
+            states[block + 1 + self.up] = own.roll(self.shift, 0)
+        return [*states, record.final.float()]
+
+
+@pytest.mark.parametrize(
+    ("shift", "up", "cause", "word"),
+    [
+        (1, 0, "alignment of the stored states", "of the token +1"),
+        (-1, 0, "alignment of the stored states", "of the token -1"),
+        (0, 1, "layer ids, blocks", "outputs of blocks 2, 4, 5"),
+        (0, -1, "layer ids, blocks", "outputs of blocks 0, 2, 3"),
+    ],
+)
+def test_stored_layers_are_held_against_the_target_itself(
+    made: Selfmade, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift: int, up: int, cause: str, word: str
+) -> None:
+    """A look ahead raises every figure of training, so hits cannot tell it: only the target can."""
+    monkeypatch.setattr(diagnosis, "TransformersSource", PlainTarget([*made.train, *made.heldout], shift=shift, up=up))
+    found = causes(made.write(tmp_path / "run"), made)
+    assert found[0].cause == cause
+    assert word in found[0].seen
+
+
+def test_sound_layers_pass_beside_the_target(made: Selfmade, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "TransformersSource", PlainTarget([*made.train, *made.heldout]))
+    assert causes(made.write(tmp_path / "run"), made) == []
+
+
 def test_a_draft_of_other_layers_is_refused_and_that_is_the_diagnosis(made: Selfmade, tmp_path: Path) -> None:
     config = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}}
     with pytest.raises(ArtifactError, match="reads other layers"):
