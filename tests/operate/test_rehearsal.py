@@ -22,7 +22,7 @@ from tests.sglang.tiny import build_target, tiny_config, write_prompts
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "merging": {"draft_vocab_size": 64},
-    "hidden": {"disk_reserve_bytes": 0, "threads": 1, "min_greedy_agreement": 0.9},
+    "hidden": {"disk_reserve_bytes": 0, "threads": 1, "dtype": "float32"},
     "draft": {"batch_tokens": 64, "num_unroll_steps": 2, "threads": 1, "dtype": "float32"},
 }
 
