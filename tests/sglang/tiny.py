@@ -65,6 +65,7 @@ def tiny_config(target: Path, datasets: dict[str, int], **sections: dict[str, An
     """A run over {dataset: cap}; fast polling, short floors, everything else default."""
     server = {"poll_interval_s": 0.05, "deadline_floor_s": 20.0, "min_tokens_per_s": 1000.0, "outage_limit_s": 20.0}
     raw = {
+        **sections,
         "target": {"model": str(target)},
         "server": {**server, **sections.get("server", {})},
         "prompts": {"datasets": [{"name": name, "source": "file:x", "max_new_tokens": cap} for name, cap in datasets.items()]},
