@@ -19,6 +19,7 @@ from eyas.config import RunConfig
 from eyas.draft.card import model_card
 from eyas.draft.checkpoint import load_checkpoint, named_checkpoint
 from eyas.draft.corpus import check_map, read_map
+from eyas.draft.engines import faults_of
 from eyas.draft.spec import DraftSpec
 from eyas.errors import ArtifactError, ConfigError
 from eyas.files import read_json, write_bytes, write_json
@@ -148,6 +149,7 @@ def _spec_of(raw: dict[str, Any], path: Path) -> DraftSpec:
         f"{key} is {json.dumps(raw.get(key))}, wanted {json.dumps(value)}" for key, value in wanted.items() if raw.get(key) != value
     ]
     faults += [f"{key} is not expected" for key in raw if key not in wanted]
+    faults += faults_of(raw, spec.aux_blocks)
     if faults:
         raise ArtifactError(f"{path}: {'; '.join(faults)}; export the draft again")
     spec.check()
