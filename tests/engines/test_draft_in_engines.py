@@ -25,10 +25,12 @@ from eyas.files import write_json
 from eyas.operate.pipeline import run_pipeline
 from eyas.sglang.config import ServerConfig
 from eyas.speculate.accept import AcceptCounts, counts_from_vllm, pool
+from eyas.speculate.config import DraftShape
 from eyas.speculate.load import Server, run_block
 from eyas.speculate.loops import loop_free_tokens
 from eyas.speculate.lossless import LocalJudge, judge, load_judge
 from eyas.speculate.predict import Predictor
+from eyas.speculate.results import Side
 from eyas.speculate.server_judge import ServerJudge
 from eyas.speculate.sets import BenchmarkPrompt, load_set
 from eyas.target.spec import TargetSpec
@@ -142,7 +144,7 @@ def test_sglang_loads_the_export_and_stays_lossless(random_case: Case, sglang_py
         on = server(url, case.target, has_draft=True)
         runner_up = second_choice(case, 5)
         tokens = (case.replies[0][5], runner_up)
-        gap, epsilon = ServerJudge(off=on, on=on)(case.prompts[0].input_ids, case.replies[0][:5], tokens)
+        gap, epsilon = ServerJudge(OneForBoth(on), DraftShape(num_steps=K))(case.prompts[0].input_ids, case.replies[0][:5], tokens)
     assert case.outcomes(seen) == ["identical"] * 4
     assert counts.verifications > 0
     assert counts.accept_length < 1.1
@@ -150,6 +152,18 @@ def test_sglang_loads_the_export_and_stays_lossless(random_case: Case, sglang_py
         LocalJudge(case.judge_model, K)(case.prompts[0].input_ids, case.replies[0][:5], tokens)[0], abs=1e-2
     )
     assert epsilon < 1e-3
+
+
+class OneForBoth:
+    """One running server, given out for either side."""
+
+    is_side_by_side = True
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    def get(self, side: Side, shape: DraftShape, *, fresh: bool = False) -> Server:
+        return self.server
 
 
 def second_choice(case: Case, position: int) -> int:
