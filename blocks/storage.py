@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+from prefect.blocks.fields import SecretDict
 from prefect.filesystems import WritableFileSystem
-from pydantic import Field, SecretStr
+from pydantic import Field
 
 
 class RunStorage(WritableFileSystem):
@@ -20,8 +21,8 @@ class RunStorage(WritableFileSystem):
     _code_example = 'RunStorage(url="s3://team/eyas").save("team")'
 
     url: str = Field(description="Folder or fsspec URL, for instance /mnt/shared/eyas or s3://team/eyas.")
-    options: dict[str, SecretStr] = Field(
-        default_factory=dict, description="Arguments of the file system, for instance key and secret; kept secret."
+    options: SecretDict = Field(
+        default=SecretDict({}), description="Arguments of the file system, for instance key and secret; kept secret."
     )
 
     async def read_path(self, path: str) -> bytes:
@@ -59,8 +60,7 @@ class RunStorage(WritableFileSystem):
         system.put_file(str(path), address)
 
     def _system(self) -> tuple[Any, str]:
-        options = {name: value.get_secret_value() for name, value in self.options.items()}
-        system, root = fsspec.core.url_to_fs(self.url, **options)
+        system, root = fsspec.core.url_to_fs(self.url, **self.options.get_secret_value())
         return system, root.rstrip("/")
 
 

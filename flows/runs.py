@@ -47,7 +47,7 @@ async def running(run: str, config: RunConfig, blocks: BlockNames = BlockNames()
     api_key = server_api_key(config, os.environ.get("EYAS_API_KEY", ""))  # a block's own key replaces it
     if blocks.server:
         server = await load_block(SGLangServer, blocks.server)
-        config, api_key = server.applied(config), server.api_key.get_secret_value() if server.api_key else ""
+        config, api_key = server.applied(config), server.api_key.get_secret_value()
     if blocks.host:
         config = (await load_block(TargetHost, blocks.host)).applied(config)
     storage = await load_block(RunStorage, blocks.storage) if blocks.storage else None

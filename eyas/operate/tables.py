@@ -139,7 +139,7 @@ def benchmark(run: RunFolder) -> Table | None:
             )
     overall, speedup = results["accept_length"]["overall"], results.get("speedup")
     faster = f", speed-up {speedup:.2f}×" if speedup else ""
-    return Table("benchmark", f"accept length {overall:.2f}{faster}, {results['outputs']['wrong']} replies wrong", rows)
+    return Table("accept-length", f"accept length {overall:.2f}{faster}, {results['outputs']['wrong']} replies wrong", rows)
 
 
 SOURCES = (

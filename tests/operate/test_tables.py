@@ -45,7 +45,7 @@ def test_a_long_training_is_thinned_and_keeps_its_last_step(run: RunFolder) -> N
 
 def test_the_benchmark_stands_per_dataset_and_set(finished_run: RunFolder) -> None:
     results = json.loads((finished_run.benchmark / "results.json").read_bytes())
-    table = tables(finished_run)["benchmark"]
+    table = tables(finished_run)["accept-length"]
     by_name = {row["prompts"]: row for row in table.rows}
     assert set(by_name) == {*DATASETS, "set heldout"}
     assert by_name[DATASETS[1]]["identical / tie / wrong"] == "5 / 1 / 0"

@@ -72,7 +72,14 @@ def install(paper: Paper, patch: pytest.MonkeyPatch) -> None:
 
     def select_prompts(run: RunFolder, config: RunConfig, report: Any) -> dict[str, Manifest]:
         return {
-            dataset.name: paper.make("prepare", run.prompts(dataset.name), dataset.name, {}, config.prompts, dataset.name)
+            dataset.name: paper.make(
+                "prepare",
+                run.prompts(dataset.name),
+                dataset.name,
+                {"target": config.target.model_dump_json()},
+                config.prompts,
+                "rows",
+            )
             for dataset in config.prompts.datasets
         }
 
@@ -102,7 +109,7 @@ def install(paper: Paper, patch: pytest.MonkeyPatch) -> None:
         return [dataset]
 
     def extract_shard(run: RunFolder, config: RunConfig, plan: str, report: Any) -> None:
-        paper.make("extract", run.hidden / plan, plan, {}, config.hidden, plan)
+        paper.make("extract", run.hidden / plan, plan, {"responses": _digest(run.responses(plan))}, config.hidden, plan)
 
     def finish_extraction(run: RunFolder, config: RunConfig) -> Manifest:
         return paper.make("hidden", run.hidden, "", _inputs(run, "hidden"), config.hidden, "index")

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from prefect.blocks.core import Block
+from prefect.blocks.fields import SecretDict
+from prefect.client.orchestration import get_client
 from pydantic import SecretStr, ValidationError
 
-from blocks import RunStorage, SGLangServer, TargetHost
+from blocks import Alert, RunStorage, SGLangServer, TargetHost
 from blocks.loading import load_block
 from eyas.errors import ConfigError
 from tests.prefect.paper import Paper, config_with
@@ -22,7 +25,6 @@ async def test_a_server_block_replaces_the_section_and_keeps_its_key_out_of_the_
     config = block.applied(config_with())
     assert (config.server.kind, config.server.urls, config.server.max_concurrency) == ("sglang", ["http://10.0.0.7:30000"], 8)
     assert "hush-hush" not in config.model_dump_json() + repr(block) + str(block)
-    assert block.api_key is not None
     assert block.api_key.get_secret_value() == "hush-hush"
 
 
@@ -66,3 +68,22 @@ async def test_storage_reads_back_what_it_wrote_and_stays_inside(tmp_path: Path)
         await storage.read_path("a/c")
     with pytest.raises(ValueError, match="leaves"):
         await storage.write_path("../outside", b"")
+
+
+@pytest.mark.parametrize("kind", [SGLangServer, TargetHost, RunStorage, Alert])
+def test_a_blocks_form_has_no_toggles_of_types_and_says_what_each_field_is(kind: type[Block]) -> None:
+    schema = kind.model_json_schema()
+    assert kind.get_description()
+    assert kind.get_code_example()
+    for name, field in schema["properties"].items():
+        assert "anyOf" not in field, name
+        assert field["description"].endswith("."), name
+
+
+async def test_the_server_hands_out_no_secret_unless_asked_by_a_run() -> None:
+    await SGLangServer(urls=["http://10.0.0.7:30000"], api_key=SecretStr("hush-hush")).save("masked", overwrite=True)
+    await RunStorage(url="s3://team/eyas", options=SecretDict({"secret": "hush-hush"})).save("masked", overwrite=True)
+    async with get_client() as client:
+        for kind in (SGLangServer, RunStorage):
+            document = await client.read_block_document_by_name("masked", kind.get_block_type_slug(), include_secrets=False)
+            assert "hush-hush" not in document.model_dump_json()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from eyas.speculate.launch import HARDWARE_FLAGS, IMAGE
@@ -54,10 +57,33 @@ def test_sglang_runs_as_the_benchmark_expects_on_blackwell() -> None:
 
 def test_the_image_is_not_root_and_its_packages_are_the_locks() -> None:
     dockerfile = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
-    assert "\nUSER eyas\n" in dockerfile
+    assert "\nUSER 10001:10001\n" in dockerfile
     assert "--require-hashes --no-deps" in dockerfile
     hashed = (DOCKER / "requirements.txt").read_text(encoding="utf-8")
     locked = pins((ROOT / "requirements" / "lock.txt").read_text(encoding="utf-8"))
     assert pins(hashed).items() <= locked.items()
     assert locked.keys() - pins(hashed).keys() <= {"deepspeed", "ninja"}, "make the hash lock anew: see docker/README.md"
     assert all("--hash=sha256:" in block for block in re.split(r"\n(?=\S)", hashed) if re.match(r"[\w.-]+==", block))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["hadolint", "docker/Dockerfile"], ["check-jsonschema", "--builtin-schema", "vendor.compose-spec", "docker/compose.yaml"]],
+)
+def test_the_linters_of_images_and_of_the_compose_specification_find_nothing(command: list[str]) -> None:
+    program = Path(sys.executable).parent / command[0]
+    done = subprocess.run([program, *command[1:]], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(compose()["services"]))
+def test_what_a_service_refers_to_is_declared(name: str) -> None:
+    """What `docker compose config` resolves beyond the schema: secrets, volumes and the services that are waited for."""
+    document = compose()
+    service = document["services"][name]
+    assert set(service.get("secrets", [])) <= document["secrets"].keys()
+    volumes = [volume.partition(":")[0] for volume in service.get("volumes", [])]
+    assert {volume for volume in volumes if not volume.startswith(("/", ".", "$"))} <= document["volumes"].keys()
+    waits = service.get("depends_on", {})
+    assert waits.keys() <= document["services"].keys()
+    assert all("healthcheck" in document["services"][other] for other in waits)

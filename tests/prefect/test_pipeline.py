@@ -105,6 +105,15 @@ async def test_a_changed_setting_redoes_what_depends_on_it_and_only_that(paper: 
     assert paper.made["generate B1_glaive"] == paper.made["prepare B1_glaive"] == 1
 
 
+async def test_a_changed_template_renders_anew_and_redoes_what_was_made_of_the_prompts(paper: Paper, run: str) -> None:
+    await run_pipeline(run)
+    changed = config_with(target={"chat_template_kwargs": {"enable_thinking": False}})
+    assert (await run_pipeline(run, changed)).is_completed()
+    redone = {name for name, count in paper.made.items() if count > 1}
+    assert {"candidates B1_glaive", "candidates B2_code"}.isdisjoint(redone), "sources are not read again"
+    assert redone >= {"prepare B1_glaive", "generate B1_glaive", "generate B2_code", "merge", "hidden", "train", "export"}
+
+
 async def test_an_earlier_config_does_not_find_another_configs_bytes(paper: Paper, run: str) -> None:
     for seed in (0, 7, 0):
         assert (await run_pipeline(run, config_with(merging={"seed": seed}))).is_completed()

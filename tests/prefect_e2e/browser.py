@@ -34,7 +34,7 @@ class Page:
         self._number += 1
         self._socket.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
         while True:
-            reply = json.loads(self._socket.recv(timeout=30))
+            reply = json.loads(self._socket.recv(timeout=120))
             if reply.get("id") == self._number:
                 assert "error" not in reply, reply
                 return dict(reply["result"])
@@ -48,7 +48,7 @@ class Page:
     def open(self, url: str) -> None:
         self.send("Page.navigate", url=url)
 
-    def wait(self, expression: str, *, seconds: float = 30) -> Any:
+    def wait(self, expression: str, *, seconds: float = 120) -> Any:
         """Poll until the expression is truthy; its value."""
         deadline = time.monotonic() + seconds
         while not (value := self.ask(expression)):
@@ -56,7 +56,7 @@ class Page:
             time.sleep(0.2)
         return value
 
-    def wait_text(self, text: str, *, seconds: float = 30) -> None:
+    def wait_text(self, text: str, *, seconds: float = 120) -> None:
         """Poll until the page shows `text`."""
         self.wait(f"document.body !== null && document.body.innerText.includes({json.dumps(text)})", seconds=seconds)
 
@@ -65,12 +65,15 @@ class Page:
 
     def click_text(self, text: str, selector: str = "button, a, [role=tab], [role=option], label") -> None:
         """Click the last shown element of `selector` whose text is `text`, with a real mouse."""
-        found = self.wait(
-            f"""(() => {{ const hits = [...document.querySelectorAll({json.dumps(selector)})]
+        find = f"""(() => {{ const hits = [...document.querySelectorAll({json.dumps(selector)})]
             .filter(e => e.innerText.trim() === {json.dumps(text)} && e.getClientRects().length);
-            if (!hits.length) return null; const hit = hits[hits.length - 1]; hit.scrollIntoView({{block: "center"}});
+            if (!hits.length) return null; const hit = hits[hits.length - 1];
+            hit.scrollIntoView({{block: "center", behavior: "instant"}});
             const box = hit.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; }})()"""
-        )
+        found, before = self.wait(find), None
+        while found != before:  # a page that still fills itself moves what is to be clicked
+            time.sleep(0.3)
+            found, before = self.wait(find), found
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=found[0], y=found[1], button="left", clickCount=1)
 
@@ -87,6 +90,12 @@ class Page:
         time.sleep(1.5)  # what fades in has done so, and the page has laid itself out again
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))
+        if height:
+            self.send("Emulation.clearDeviceMetricsOverride")  # a tall page that moves takes a whole core
+
+    def rest(self) -> None:
+        """Show nothing: the UI's moving timeline, drawn without a GPU, would starve what is waited for."""
+        self.open("about:blank")
 
 
 @contextlib.contextmanager
@@ -97,7 +106,7 @@ def chromium(folder: Path) -> Iterator[Page]:
     command = [binary, *FLAGS, "--window-size=1400,1000", "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank"]
     with child_process(command, log=folder.parent / "chromium.log", grace_s=5):
         port_file = folder / "DevToolsActivePort"
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not port_file.is_file() or not port_file.read_text().strip():
             assert time.monotonic() < deadline, "chromium did not start"
             time.sleep(0.1)

@@ -70,7 +70,9 @@ class Stack:
     def submit(self, run: str, name: str = "pipeline/qwen3-8b-one-gpu", **changes: Any) -> httpx.Response:
         """Submit the form of a deployment; for the pipeline with the tiny sections."""
         if name.startswith("watch"):
-            return self.call("POST", f"/deployments/{self.deployment(name)}/create_flow_run", parameters={"runs": run})
+            later = {"type": "SCHEDULED", "state_details": {"scheduled_time": "2100-01-01T00:00:00Z"}}
+            when = {"state": later} if changes.get("scheduled") else {}
+            return self.call("POST", f"/deployments/{self.deployment(name)}/create_flow_run", parameters={"runs": run}, **when)
         parameters = {"run": run, **self.tiny, **changes}
         return self.call("POST", f"/deployments/{self.deployment(name)}/create_flow_run", parameters=parameters)
 

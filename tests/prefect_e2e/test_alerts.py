@@ -6,16 +6,19 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from prefect.blocks.webhook import Webhook
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from blocks import Alert
+from blocks.alerts import AlertEvent
 from deployments.register import register
 from tasks.events import emit
 from tests.prefect_e2e.conftest import Stack, until
+
+EVENTS: set[AlertEvent] = set(get_args(AlertEvent))
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -38,21 +41,33 @@ def inbox() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     server.shutdown()
 
 
-async def test_a_failed_run_and_a_wanted_decision_reach_the_webhook(stack: Stack, inbox: tuple[str, list[dict[str, Any]]]) -> None:
+async def test_everything_worth_telling_reaches_the_webhook(stack: Stack, inbox: tuple[str, list[dict[str, Any]]]) -> None:
     url, received = inbox
+
+    def told(event: str) -> dict[str, Any]:
+        return dict(until(lambda: [item for item in received if item["event"] == event], 90)[0])
+
     with temporary_settings({PREFECT_API_URL: f"{stack.ui}/api"}):
         await Webhook(url=url, allow_private_urls=True).save("pager", overwrite=True)  # type: ignore[misc]
-        await Alert(to=["webhook/pager"], events=["run failed", "decision wanted"]).save("ops", overwrite=True)  # type: ignore[misc]
+        await Alert(to=["webhook/pager"]).save("ops", overwrite=True)  # type: ignore[misc]
         await register(stack.runs)
         await register(stack.runs)  # by name: nothing doubles
     automations = stack.call("POST", "/automations/filter").json()
     names = [automation["name"] for automation in automations]
-    assert sorted(names) == sorted(set(names)) == ["Eyas: decision wanted → ops", "Eyas: end zombie runs", "Eyas: run failed → ops"]
+    assert len(names) == len(set(names))
+    assert set(names) == {"Eyas: end zombie runs", *(f"Eyas: {event} → ops" for event in EVENTS)}
 
     stack.wait_state(stack.start("alerting", server_block="nowhere"), "FAILED")
-    message = until(lambda: [item for item in received if item["event"] == "run failed"], 60)[0]
-    assert "no SGLang Server block named 'nowhere'" in message["text"]
-    with temporary_settings({PREFECT_API_URL: f"{stack.ui}/api"}):
-        emit("decision wanted", stack.runs / "alerting", 'a "quoted" text')
-    message = until(lambda: [item for item in received if item["event"] == "decision wanted"], 60)[0]
-    assert (message["run"], message["text"]) == ("alerting", 'a "quoted" text')
+    assert "no SGLang Server block named 'nowhere'" in told("run failed")["text"]
+    stack.wait_state(stack.start("alerting", name="watch/watch-every-5-minutes"), "COMPLETED")
+    assert told("run finished")["run"]
+    ended = stack.start("alerting", name="watch/watch-every-5-minutes", scheduled=True)
+    crashed = {"type": "CRASHED", "name": "Crashed", "message": "zombie: as the automation says it"}
+    stack.call("POST", f"/flow_runs/{ended}/set_state", state=crashed, force=True)
+    assert told("zombie run")["text"].startswith("zombie")
+
+    for event in EVENTS - {"run failed", "run finished", "zombie run"}:  # what Eyas itself tells
+        with temporary_settings({PREFECT_API_URL: f"{stack.ui}/api"}):
+            emit(event, stack.runs / "alerting", f'"{event}" it is')
+        message = told(event)
+        assert (message["run"], message["text"]) == ("alerting", f'"{event}" it is')

@@ -40,7 +40,7 @@ def test_a_missing_block_fails_at_once_with_the_next_step(stack: Stack) -> None:
 def test_killed_in_generation_and_in_training_a_retry_goes_on_to_the_end(stack: Stack) -> None:
     """https://github.com/PrefectHQ/prefect/issues/16515: what a dead process leaves behind is taken up by manifest."""
     run = stack.runs / "killed"
-    flow_run_id = stack.start("killed", prompts=stack.long(200), draft={**stack.tiny["draft"], "max_steps": 600})
+    flow_run_id = stack.start("killed", prompts=stack.long(80), draft={**stack.tiny["draft"], "max_steps": 600})
     until(lambda: len(journal_ids(run)) >= 3, 600)
     os.kill(stack.pid(flow_run_id), signal.SIGKILL)
     stack.wait_killed(flow_run_id)
@@ -68,7 +68,7 @@ def test_killed_in_generation_and_in_training_a_retry_goes_on_to_the_end(stack: 
 def test_the_finished_run_again_makes_nothing(stack: Stack) -> None:
     run = stack.runs / "killed"
     stamps = {path: path.stat().st_mtime_ns for path in run.glob("*/**/manifest.json")}
-    again = {"prompts": stack.long(200), "draft": {**stack.tiny["draft"], "max_steps": 600}}
+    again = {"prompts": stack.long(80), "draft": {**stack.tiny["draft"], "max_steps": 600}}
     stack.wait_state(stack.start("killed", **again), "COMPLETED")
     assert stamps == {path: path.stat().st_mtime_ns for path in run.glob("*/**/manifest.json")}
 
