@@ -22,11 +22,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
 from eyas.config import parse_config
 from eyas.draft import initial
-from eyas.draft.checkpoint import MODEL, named_checkpoint
+from eyas.draft.checkpoint import load_checkpoint, named_checkpoint
 from eyas.draft.corpus import Corpus
 from eyas.draft.data import Batch, make_batch
 from eyas.draft.loss import TargetRows, target_argmax
@@ -107,7 +106,7 @@ class Bench:
     def best_draft(self) -> Draft:
         draft = Draft(self.spec, self.head.embed_tokens)
         best = named_checkpoint(self.run.draft / "checkpoints", "best")
-        draft.load_state_dict(load_file(best / MODEL), strict=False)
+        draft.load_state_dict(load_checkpoint(best).masters)
         return draft.to(torch.bfloat16)
 
     def trained(self, codec: CodecName, seed: int, steps: int) -> float:

@@ -204,6 +204,11 @@ def check_supported(spec: TargetSpec) -> PretrainedConfig:
         raise ConfigError(
             f"target {spec.folder} attends through a sliding window of {window} tokens; set target.context_length to at most that"
         )
+    if spec.head_dim % 8:
+        raise ConfigError(
+            f"target {spec.folder} has a head_dim of {spec.head_dim}, the embedded engine computes multiples of 8; "
+            "serve it with SGLang and give server.kind sglang with its URL"
+        )
     if config.hidden_act != "silu":
         raise ConfigError(f"target {spec.folder} uses the activation {config.hidden_act!r}, the embedded engine knows silu only")
     return config

@@ -86,7 +86,7 @@ class PagePool:
 
     def remember(self, keys: list[bytes], pages: list[int]) -> None:
         """Note that `pages` now hold the prompt pieces `keys`, in order."""
-        for key, page in zip(keys, pages, strict=False):
+        for key, page in zip(keys, pages, strict=False):  # pages beyond the prompt's full ones have no key
             if key not in self._page_of_prefix:
                 self._page_of_prefix[key] = page
                 self._prefix_of_page[page] = key

@@ -35,6 +35,7 @@ async def prove_rendering(client: SGLangClient, renderer: Renderer, dataset: str
 
 
 def _describe(dataset: str, url: str, seen: list[int], ours: list[int], has_tools: bool, renderer: Renderer) -> str:
+    # one may be the head of the other: then they differ from its end on
     at = next((index for index, pair in enumerate(zip(seen, ours, strict=False)) if pair[0] != pair[1]), min(len(seen), len(ours)))
     around = slice(max(0, at - 4), at + 4)
     decode = renderer.tokenizer.decode

@@ -21,7 +21,7 @@ def render_report(results: dict[str, Any]) -> str:
     ]
     if not accept["has_enough_verifications"]:
         lines += [
-            f"All sets together hold {results['all_sets']['num_verifications']:,} verifications, fewer than the "
+            f"That is {accept['num_verifications']:,} verifications, fewer than the "
             f"{accept['wanted_verifications']:,} wanted: read the interval.",
             "",
         ]

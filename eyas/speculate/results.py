@@ -131,7 +131,7 @@ def summarise(measurements: list[SetMeasurement], *, engine: str, num_draft_toke
             "num_accepted": overall["num_accepted"],
             "position_rates": overall["position_rates"],
             "wanted_verifications": min_verifications,
-            "has_enough_verifications": pool(row.counts for row in rows).verifications >= min_verifications,
+            "has_enough_verifications": overall["num_verifications"] >= min_verifications,
         },
         "all_sets": _accept(rows),
         "per_dataset": {name: _accept(items) for name, items in by_dataset.items()},
