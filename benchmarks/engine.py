@@ -23,12 +23,13 @@ from transformers import AutoModelForCausalLM
 
 from eyas.engine.config import EngineConfig
 from eyas.engine.launch import make_pool, set_threads
-from eyas.engine.model import TargetModel, choose_dtype
+from eyas.engine.model import TargetModel
 from eyas.engine.request import Request
 from eyas.engine.runner import TargetRunner
 from eyas.engine.sampling import SamplingParams
 from eyas.engine.scheduler import Scheduler
 from eyas.target.config import TargetConfig
+from eyas.target.precision import native_dtype
 from eyas.target.spec import TargetSpec, load_target
 from eyas.target.tokenizer import load_tokenizer
 
@@ -107,7 +108,7 @@ def main() -> None:
     torch.set_num_threads(os.cpu_count() or 1)
     spec = load_target(TargetConfig(model=args.model, context_length=2048))
     prompts = prompts_of(spec, max([args.batch, *args.sizes]))
-    dtype = choose_dtype("auto")
+    dtype = getattr(torch, native_dtype())
     engine = Engine(spec, dtype, max([args.batch, *args.sizes]))
     models = {
         name: AutoModelForCausalLM.from_pretrained(spec.folder, dtype=getattr(torch, name)) for name in ("float32", "bfloat16")

@@ -18,9 +18,9 @@ import torch
 from eyas.config import RunConfig
 from eyas.hidden.batching import length_buckets
 from eyas.hidden.extract import extract
-from eyas.hidden.precision import fastest_dtype
 from eyas.hidden.sources.transformers import TransformersSource, shared_source
 from eyas.manifest import Counts, Manifest, file_entries
+from eyas.target.precision import native_dtype
 from eyas.target.spec import load_target
 from eyas.workspace import RunFolder
 
@@ -37,7 +37,7 @@ def main() -> None:
         config = RunConfig.model_validate(
             {
                 "prompts": {"datasets": [{"name": "a", "source": "file:x"}]},
-                "hidden": {"probe_records": 0, "batch_tokens": arguments.batch_tokens, "dtype": fastest_dtype()},
+                "hidden": {"probe_records": 0, "batch_tokens": arguments.batch_tokens, "dtype": native_dtype()},
             }
         )
         spec = load_target(config.target)

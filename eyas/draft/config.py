@@ -35,7 +35,8 @@ class DraftConfig(Settings):
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW betas.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradient norm above which gradients are scaled down.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="Compute precision; masters stay fp32. auto measures."
+        default="auto",
+        description="Compute precision; masters stay fp32. auto: bf16 where the processor multiplies it in hardware.",
     )
     seed: int = Field(default=0, ge=0, description="Seed of initialisation and order.")
     eval_every: int = Field(default=200, ge=1, description="Optimizer steps between held-out replays.")

@@ -31,13 +31,13 @@ from eyas.draft.loss import LossResult, TargetRows, kept_rows, unrolled_loss
 from eyas.draft.metrics import Metrics, Window
 from eyas.draft.model import Draft, rms_norm
 from eyas.draft.optimizer import MasterAdamW, learning_rate, num_micro_steps
-from eyas.draft.precision import fastest_dtype
 from eyas.draft.replay import ReplayCounts, ReplayResult, replay
 from eyas.draft.spec import DraftSpec
 from eyas.draft.world import World
 from eyas.errors import EyasError
 from eyas.files import write_json
 from eyas.progress import Progress, Report
+from eyas.target.precision import native_dtype
 from eyas.target.spec import TargetSpec
 from eyas.target.weights import load_head
 
@@ -86,9 +86,7 @@ class Trainer:
         found = self._newest(fingerprint)
         if config.threads or world.size > 1:
             torch.set_num_threads(config.threads or max(1, torch.get_num_threads() // world.local_size))
-        dtype = world.same(
-            lambda: found.state.dtype if found else config.dtype if config.dtype != "auto" else fastest_dtype(spec.hidden_size)
-        )
+        dtype = world.same(lambda: found.state.dtype if found else config.dtype if config.dtype != "auto" else native_dtype())
         self.dtype: torch.dtype = getattr(torch, dtype)
         head = load_head(target, self.dtype)
         self.draft = Draft(spec, head.embed_tokens)

@@ -13,7 +13,7 @@ class EngineConfig(Settings):
     """The embedded engine: one process, one model, a CPU."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="Precision of weights and cache; auto measures both at start and takes the faster."
+        default="auto", description="Precision of weights and cache; auto: bf16 where the processor multiplies it in hardware."
     )
     max_running_requests: int = Field(default=64, ge=1, le=512, description="Requests decoded together.")
     max_queued_requests: int = Field(

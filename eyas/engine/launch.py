@@ -21,7 +21,7 @@ import uvicorn
 
 from eyas.engine.config import EngineConfig
 from eyas.engine.draft_model import DraftModel
-from eyas.engine.model import TargetModel, check_supported, choose_dtype
+from eyas.engine.model import TargetModel, check_supported
 from eyas.engine.pages import PAGE, PagePool
 from eyas.engine.runner import TargetRunner
 from eyas.engine.scheduler import Runner, Scheduler
@@ -30,6 +30,7 @@ from eyas.engine.server import create_app
 from eyas.engine.service import Service
 from eyas.engine.speculation import SpeculativeRunner
 from eyas.target.config import TargetConfig
+from eyas.target.precision import native_dtype
 from eyas.target.spec import TargetSpec, load_target
 from eyas.target.tokenizer import load_tokenizer
 
@@ -66,7 +67,7 @@ def build_service(launch: Launch) -> Service:
         runner = ScriptedRunner(lambda text: tokenizer.encode(text, add_special_tokens=False), decode, spec.eos_token_ids[0])
     else:
         check_supported(spec)
-        dtype = choose_dtype(config.dtype)
+        dtype = getattr(torch, native_dtype() if config.dtype == "auto" else config.dtype)
         model = TargetModel(spec, dtype)
         model.warm_up()
         kv_heads = [spec.num_kv_heads] * spec.num_layers

@@ -9,7 +9,6 @@ and norms of q, k, tied or untied head. Anything else is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -224,22 +223,3 @@ def _rope_frequencies(config: PretrainedConfig, head_dim: int) -> tuple[Tensor, 
         raise ConfigError(f"rotary scaling {kind!r} depends on the request's length, which the embedded engine does not do")
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
     return frequencies, float(factor)
-
-
-def choose_dtype(name: str) -> torch.dtype:
-    """`auto` measures one product of 32 rows in both precisions and takes the faster; a CPU without bf16 gets float32."""
-    if name != "auto":
-        return torch.bfloat16 if name == "bfloat16" else torch.float32
-    seconds = {dtype: min(_seconds_of_product(dtype)) for dtype in (torch.bfloat16, torch.float32)}
-    return min(seconds, key=lambda dtype: seconds[dtype])
-
-
-def _seconds_of_product(dtype: torch.dtype) -> Iterator[float]:
-    import time
-
-    product: Callable[[Tensor], Tensor] = Linear(torch.ones(2048, 512, dtype=dtype))
-    x = torch.ones(32, 512, dtype=dtype)
-    for _ in range(8):
-        started = time.perf_counter()
-        product(x)
-        yield time.perf_counter() - started

@@ -24,9 +24,9 @@ from eyas.files import digest_file, digest_json, read_json, write_json
 from eyas.hidden.codec import BLOCK, CODECS, TOP, CodecName
 from eyas.hidden.config import HiddenConfig
 from eyas.hidden.locks import held
-from eyas.hidden.precision import fastest_dtype
 from eyas.manifest import verify_manifest
 from eyas.merging.merge import MAP_NAME
+from eyas.target.precision import native_dtype
 from eyas.target.spec import TargetSpec
 from eyas.workspace import RunFolder
 
@@ -66,14 +66,14 @@ class StoreKind(BaseModel):
 
 
 def resolve_kind(run: RunFolder, config: HiddenConfig, spec: TargetSpec) -> StoreKind:
-    """The kind of this run's store; a precision of `auto` is measured once and then kept in `hidden/kind.json`."""
+    """The kind of this run's store; a precision of `auto` is chosen once and then kept in `hidden/kind.json`."""
     path = run.hidden / KIND_NAME
     with held(run.hidden / ".kind.lock"):
         kept = _kept(path)
         dtype: str = config.dtype
         if dtype == "auto":
             asked = _kind(run, config, spec, kept.dtype if kept else "")
-            dtype = kept.dtype if kept == asked and kept is not None else fastest_dtype()
+            dtype = kept.dtype if kept == asked and kept is not None else native_dtype()
         kind = _kind(run, config, spec, dtype)
         if kind != kept:
             write_json(path, kind.settings())

@@ -229,8 +229,8 @@ def test_unfinished_responses_are_refused(tiny: TinyRun) -> None:
 def test_a_precision_once_chosen_stays(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.write_random("a", 4)
     config = tiny.hidden_config("a", dtype="auto")
-    monkeypatch.setattr("eyas.hidden.kind.fastest_dtype", lambda: "float32")
+    monkeypatch.setattr("eyas.hidden.kind.native_dtype", lambda: "float32")
     first = extract(tiny.run, config)
-    monkeypatch.setattr("eyas.hidden.kind.fastest_dtype", lambda: "bfloat16")
+    monkeypatch.setattr("eyas.hidden.kind.native_dtype", lambda: "bfloat16")
     assert extract(tiny.run, config) == first
     assert first.config["kind"]["dtype"] == "float32"
