@@ -68,7 +68,7 @@ def normalise(x: Any, weight: Any, eps: Any, out: Any) -> None:
     row, lanes = np.empty(width, np.float32), np.empty(_LANES, np.float32)
     for n in range(num_rows):
         for i in range(width):
-            row[i] = _load(x[n, i])
+            row[i] = as_fp32(x[n, i])
         for lane in range(_LANES):
             lanes[lane] = _ZERO
         for i in range(0, width - width % _LANES, _LANES):
@@ -84,7 +84,7 @@ def normalise(x: Any, weight: Any, eps: Any, out: Any) -> None:
             out[n, i] = _stored(row[i] * factor * weight[i], out[n, i])
 
 
-def _load(x):  # type: ignore[no-untyped-def]  # numba wants the names of both signatures alike, without annotations
+def as_fp32(x):  # type: ignore[no-untyped-def]  # numba wants the names of both signatures alike, without annotations
     raise NotImplementedError("compiled only")
 
 
@@ -92,8 +92,8 @@ def _stored(x, like):  # type: ignore[no-untyped-def]
     raise NotImplementedError("compiled only")
 
 
-@overload(_load, inline="always")
-def _load_as(x):  # type: ignore[no-untyped-def]
+@overload(as_fp32, inline="always")
+def _as_fp32_of(x):  # type: ignore[no-untyped-def]
     """fp32 of an element of an array: of bf16 bits, or of itself."""
     if isinstance(x, types.Integer):
         return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
@@ -114,7 +114,7 @@ def _stored_as(x, like):  # type: ignore[no-untyped-def]
 
 
 @_inner
-def _exp(x: Any) -> Any:
+def exp_nonpositive(x: Any) -> Any:
     """exp(x) for x ≤ 0 to about 1 ulp, exactly 1 at 0 (Cephes' polynomial), without a call: loops of it become vector code."""
     x = max(x, _LOWEST)
     shifted = x * _LOG2E + _ROUND
@@ -132,7 +132,7 @@ def _rotate(row: Any, start: int, cos: Any, sin: Any, norm: Any, eps: Any, scale
     """`into` [D] = rotary(norm(row[start : start + D])) * scale."""
     dim, half = into.shape[0], into.shape[0] // 2
     for d in range(dim):
-        into[d] = _load(row[start + d])
+        into[d] = as_fp32(row[start + d])
     if norm.shape[0]:
         total = _ZERO
         for d in range(dim):
@@ -183,9 +183,9 @@ def _attend_item(
     for w in range(positions[b, num_queries - 1] // PAGE + 1):
         stored_keys, stored_values = keys[tables[b, w], h].reshape(-1), values[tables[b, w], h].reshape(-1)
         for e in range(dim * PAGE):
-            flat_keys[e] = _load(stored_keys[e])
+            flat_keys[e] = as_fp32(stored_keys[e])
         for e in range(dim * PAGE):
-            flat_values[e] = _load(stored_values[e])
+            flat_values[e] = as_fp32(stored_values[e])
         for r in range(num_rows):
             num_visible = min(positions[b, r // groups] - w * PAGE + 1, PAGE)
             if num_visible > 0:
@@ -217,7 +217,7 @@ def _attend_page(q: Any, keys: Any, values: Any, num_visible: int, state: Any, a
     for lane in range(_LANES):
         top = max(top, lanes[lane])
     for j in range(PAGE):
-        s[j] = _exp(s[j] - top)
+        s[j] = exp_nonpositive(s[j] - top)
     for j in range(num_visible, PAGE):
         s[j] = _ZERO
     for lane in range(_LANES):
@@ -225,7 +225,7 @@ def _attend_page(q: Any, keys: Any, values: Any, num_visible: int, state: Any, a
     total = _ZERO
     for lane in range(_LANES):
         total += lanes[lane]
-    faded = _exp(state[0] - top)
+    faded = exp_nonpositive(state[0] - top)
     state[0], state[1] = top, state[1] * faded + total
     for d in range(dim):
         acc[d] *= faded

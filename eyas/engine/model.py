@@ -22,8 +22,10 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from eyas.engine.attention import DecodePlan, Heads, Norm, PromptSpan
+from eyas.engine.drawing import sample
 from eyas.engine.linear import Linear
 from eyas.engine.pages import LayerCache
+from eyas.engine.sampling import SamplingParams
 from eyas.errors import ConfigError
 from eyas.files import read_json
 from eyas.target.spec import TargetSpec
@@ -136,7 +138,8 @@ class TargetModel:
                 Step(token_ids=torch.tensor([0]), spans=[span]),
                 Step(token_ids=torch.tensor([0]), num_decoding=1, plan=plan),
             ):
-                self.lm_head(self.forward(step, [cache] * self.spec.num_layers)[0])
+                logits = self.lm_head(self.forward(step, [cache] * self.spec.num_layers)[0])
+                sample(logits, [0], [SamplingParams()], [0.5])
 
     def forward(self, step: Step, caches: list[LayerCache], *, wants_aux: bool = False) -> tuple[Tensor, Tensor | None]:
         """Run `step` over `caches` (one per layer) → final state [N, H], auxiliary states [N, 3H] or None."""

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from eyas.engine.attention import DecodePlan, PromptSpan
+from eyas.engine.drawing import sample, uniform
 from eyas.engine.model import Step, TargetModel
 from eyas.engine.pages import PAGE, PagePool, page_keys
 from eyas.engine.request import Logprobs, Request
-from eyas.engine.sampling import apply_rules, draw, filtered_probs, uniform
+from eyas.engine.sampling import apply_rules
 
 
 class TargetRunner:
@@ -108,29 +109,29 @@ class TargetRunner:
 
     def next_tokens(self, logits: Tensor, owners: list[Request]) -> list[int]:
         """The next token of every request in `owners` from its row of `logits` [N, V]."""
-        tokens: list[int] = logits.max(-1).indices.tolist()
-        special = [i for i, request in enumerate(owners) if not request.params.is_greedy or request.params.has_logit_rules]
-        if special:
-            chosen = [owners[i] for i in special]
-            changed = logits[special].float()
-            for row, request in zip(changed, chosen, strict=True):
-                apply_rules(row, request.params, request.prompt_ids, request.output_ids, self.end_ids)
-            for i, token in zip(special, self._choose(changed, chosen), strict=True):
-                tokens[i] = token
+        plain = [i for i, request in enumerate(owners) if not request.params.has_logit_rules]
+        chosen = dict(zip(plain, self._choose(logits, plain, owners), strict=True))
+        for i, request in enumerate(owners):
+            if i not in chosen:
+                changed = logits[i].float()
+                apply_rules(changed, request.params, request.prompt_ids, request.output_ids, self.end_ids)
+                chosen[i] = self._choose(changed[None], [0], [request])[0]
+        tokens = [chosen[i] for i in range(len(owners))]
         for i, request in enumerate(owners):
             if request.logprob_options is not None:
                 gather_logprobs(request, request.output_logprobs, logits[i : i + 1], [tokens[i]])
         return tokens
 
-    def _choose(self, logits: Tensor, owners: list[Request]) -> list[int]:
-        tokens: list[int] = logits.max(-1).indices.tolist()
-        drawn = [i for i, request in enumerate(owners) if not request.params.is_greedy]
+    def _choose(self, logits: Tensor, rows: list[int], owners: list[Request]) -> list[int]:
+        """A token from each of `rows` of `logits` for the request in the same place of `owners`."""
+        greedy = [row for row in rows if owners[row].params.is_greedy]
+        best = logits if len(greedy) == len(logits) else logits[greedy]
+        chosen = dict(zip(greedy, best.max(-1).indices.tolist(), strict=True)) if greedy else {}
+        drawn = [row for row in rows if row not in chosen]
         if drawn:
-            probs = filtered_probs(logits[drawn], [owners[i].params for i in drawn])
-            numbers = [uniform(owners[i].seed, owners[i].num_tokens) for i in drawn]
-            for i, token in zip(drawn, draw(probs, numbers).tolist(), strict=True):
-                tokens[i] = token
-        return tokens
+            numbers = [uniform(owners[row].seed, owners[row].num_tokens) for row in drawn]
+            chosen |= dict(zip(drawn, sample(logits, drawn, [owners[row].params for row in drawn], numbers), strict=True))
+        return [chosen[row] for row in rows]
 
     def _input_logprobs(self, request: Request, final: Tensor) -> None:
         options = request.logprob_options

@@ -1,7 +1,6 @@
-"""Sampling parameters of a request, the rules that change its logits, and the draw.
+"""Sampling parameters of a request, and the rules that change its logits.
 
-The keys, defaults and refusals are SGLang 0.5.23's. A draw is an inverse-CDF look-up with one uniform
-number made from (seed, position) alone, so a seeded reply depends on nothing but its own logits.
+The keys, defaults and refusals are SGLang 0.5.23's.
 Not supported and refused by name: grammars (json_schema, regex, ebnf, structural_tag) and beams.
 """
 
@@ -21,8 +20,6 @@ SAMPLING_KEYS = (
     "sampling_seed", "custom_params", "beam_width", "watermark", "choice",
 )  # fmt: skip
 _REFUSED = ("json_schema", "regex", "ebnf", "structural_tag", "beam_width", "watermark", "choice", "custom_params")
-_NUM_CANDIDATES = 256
-"""Tokens that top-p and top-k look at first; a row that needs more is sorted in full."""
 
 
 class BadRequest(Exception):
@@ -131,15 +128,6 @@ def _check(params: SamplingParams) -> None:
         raise BadRequest(f"n must be at least 1, got {params.n}.")
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on (seed, position) alone (splitmix64, 53 bits)."""
-    mask = 0xFFFFFFFFFFFFFFFF
-    z = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1B54A32D192ED03) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return ((z ^ (z >> 31)) >> 11) / 9007199254740992.0
-
-
 def apply_rules(logits: Tensor, params: SamplingParams, prompt_ids: list[int], output_ids: list[int], end_ids: set[int]) -> None:
     """Change one row of `logits` [V] fp32 in place: repetition, frequency and presence penalties, bias, minimum length."""
     if params.repetition_penalty != 1:
@@ -153,58 +141,3 @@ def apply_rules(logits: Tensor, params: SamplingParams, prompt_ids: list[int], o
         logits[token] += bias
     if len(output_ids) < params.min_new_tokens:
         logits[sorted(end_ids | params.stop_token_ids)] = -math.inf
-
-
-def filtered_probs(logits: Tensor, rows: list[SamplingParams]) -> Tensor:
-    """Probabilities [N, V] fp32 of `logits` [N, V] fp32 under each row's temperature, top-k, top-p and min-p (T > 0).
-
-    As in SGLang, top-p measures the mass before top-k cuts it; the rows sum to 1.
-    """
-    scale = torch.tensor([[1.0 / params.temperature] for params in rows])
-    probs = torch.softmax(logits * scale, dim=-1)
-    filtered = [index for index, params in enumerate(rows) if params.is_filtered]
-    if filtered:
-        probs[filtered] = _filter(probs[filtered], [rows[index] for index in filtered])
-    return probs
-
-
-def _filter(probs: Tensor, rows: list[SamplingParams]) -> Tensor:
-    """The filters of all rows at once on each row's most likely candidates; rows that reach past them are sorted whole."""
-    size = probs.shape[1]
-    limit = torch.tensor([[params.top_k if params.top_k > 0 else size] for params in rows])
-    top_p, min_p = (torch.tensor([[getattr(params, name)] for params in rows]) for name in ("top_p", "min_p"))
-
-    def kept_share(values: Tensor, chosen: slice | int = slice(None)) -> tuple[Tensor, Tensor]:
-        before = values.cumsum(-1) - values
-        place = torch.arange(values.shape[-1])
-        keep = (before < top_p[chosen]) & (values >= min_p[chosen] * values[..., :1]) & (place < limit[chosen])
-        kept = torch.where(keep, values, values.new_zeros(()))
-        return kept / kept.sum(-1, keepdim=True), before
-
-    values, order = probs.topk(min(size, _NUM_CANDIDATES))
-    share, before = kept_share(values)
-    result = torch.zeros_like(probs).scatter_(1, order, share)
-    last = values[:, -1:]
-    is_settled = (limit <= values.shape[1]) | (before[:, -1:] >= top_p) | (last < min_p * values[:, :1])
-    for index in (~is_settled[:, 0]).nonzero()[:, 0].tolist():
-        values, order = probs[index].sort(descending=True)
-        result[index] = torch.zeros_like(probs[index]).scatter_(0, order, kept_share(values, index)[0])
-    return result
-
-
-def draw(probs: Tensor, uniforms: list[float]) -> Tensor:
-    """Token ids [N] drawn from `probs` [N, V] fp32 (any positive scale) by inverse CDF, in two levels of about sqrt(V)."""
-    num_rows, size = probs.shape
-    width = max(1, math.isqrt(size))
-    padded = torch.nn.functional.pad(probs, (0, -size % width)).view(num_rows, -1, width)
-    blocks = padded.sum(-1, dtype=torch.float64)  # [N, blocks]
-    edges = blocks.cumsum(-1)
-    wanted = torch.tensor(uniforms, dtype=torch.float64)[:, None] * edges[:, -1:]
-    block = torch.searchsorted(edges, wanted, right=True).clamp_(max=blocks.shape[1] - 1)
-    rows = torch.arange(num_rows)[:, None]
-    rest = wanted - (edges - blocks)[rows, block]
-    inner = padded[rows, block][:, 0].cumsum(-1, dtype=torch.float64)  # [N, width]
-    # the last token with mass in the block bounds the look-up, so that rounding never lands on a token of probability 0
-    last = (padded[rows, block][:, 0] > 0).int().mul(torch.arange(1, width + 1)).amax(-1, keepdim=True) - 1
-    token = torch.minimum(torch.searchsorted(inner, rest, right=True), last.clamp_(min=0).long())
-    return (block * width + token)[:, 0]

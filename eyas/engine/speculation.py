@@ -15,11 +15,12 @@ from torch import Tensor
 
 from eyas.engine.attention import DecodePlan
 from eyas.engine.draft_model import DraftModel
+from eyas.engine.drawing import draw, filtered_probs, uniform
 from eyas.engine.model import Step, TargetModel
 from eyas.engine.pages import PagePool
 from eyas.engine.request import Request
 from eyas.engine.runner import TargetRunner, gather_logprobs
-from eyas.engine.sampling import apply_rules, draw, filtered_probs, uniform
+from eyas.engine.sampling import apply_rules
 from eyas.speculate.decoding import accept_greedy, accept_sampled, draft_chain
 
 

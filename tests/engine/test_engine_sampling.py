@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyas.engine.sampling import SamplingParams, apply_rules, draw, filtered_probs, uniform
+from eyas.engine.drawing import draw, filtered_probs, sample, uniform
+from eyas.engine.sampling import SamplingParams, apply_rules
 from eyas.speculate.decoding import accept_greedy, accept_sampled, draft_chain
 
 
@@ -67,6 +68,49 @@ def test_draws_follow_the_probabilities_and_never_hit_zero() -> None:
 def test_the_ends_of_the_unit_interval_draw_tokens_that_have_mass(number: float) -> None:
     probs = torch.tensor([[0.0, 0.0, 0.5, 0.0, 0.5, 0.0, 0.0]])
     assert float(probs[0, int(draw(probs, [number]))]) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("named", [{}, {"top_p": 0.8, "temperature": 0.7}, {"top_k": 3}, {"min_p": 0.1, "temperature": 2.0}])
+def test_samples_follow_the_slow_filter_whatever_stands_beside(dtype: torch.dtype, named: dict[str, float]) -> None:
+    torch.manual_seed(2)
+    params = SamplingParams(**{"temperature": 1.0, **named})
+    logits = (torch.randn(3, 301) * 2).to(dtype)
+    wanted = torch.tensor(slow_filter(logits[1].tolist(), params))
+    count = 5_000
+    numbers = [uniform(7, position) for position in range(count)]
+    tokens = sample(logits, [1] * count, [params] * count, numbers)
+    seen = torch.bincount(torch.tensor(tokens), minlength=301).float()
+    assert seen[wanted == 0].sum() == 0
+    assert chi_square_z(seen, wanted) < 4
+    among_others = sample(logits, [0, 1, 2], [SamplingParams(top_k=1), params, SamplingParams()], [0.1, numbers[0], 0.9])
+    assert among_others[1] == tokens[0]
+
+
+def test_rows_so_flat_that_the_cut_goes_down_keep_what_the_slow_filter_keeps() -> None:
+    logits = torch.cat([torch.zeros(1), torch.full((4_000,), -9.0) - torch.arange(4_000) / 1_000])[None]
+    params = SamplingParams(top_p=0.6)
+    seen = filtered_probs(logits, [params])[0]
+    wanted = torch.tensor(slow_filter(logits[0].tolist(), params))
+    assert (seen > 0).tolist() == (wanted > 0).tolist()
+    assert int((seen > 0).sum()) == 1  # the one token of weight 1 against 0.12 in all others
+    hot = SamplingParams(top_p=0.6, temperature=3.0)
+    seen, wanted = filtered_probs(logits, [hot])[0], torch.tensor(slow_filter(logits[0].tolist(), hot))
+    assert abs(int((seen > 0).sum()) - int((wanted > 0).sum())) <= 1, "but for the rounding at the edge"
+    torch.testing.assert_close(seen.sum(), torch.tensor(1.0))
+
+
+def test_tokens_that_a_rule_forbids_are_never_drawn() -> None:
+    logits = torch.zeros(1, 40)
+    logits[0, ::2] = -math.inf
+    numbers = [position / 200 for position in range(200)]
+    tokens = sample(logits, [0] * 200, [SamplingParams()] * 200, numbers)
+    assert sorted(set(tokens)) == list(range(1, 40, 2))
+
+
+def test_of_equal_tokens_top_k_keeps_the_first() -> None:
+    seen = filtered_probs(torch.zeros(1, 50), [SamplingParams(top_k=3)])
+    assert seen[0].nonzero()[:, 0].tolist() == [0, 1, 2]
 
 
 def test_uniform_numbers_are_uniform_and_depend_on_seed_and_position() -> None:
