@@ -20,12 +20,11 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # some µs: passive alone pays a wake-up for every small operation
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.engine import prompts_of
-from eyas.engine.attention import DecodePlan
+from eyas.engine.attention import Rows
 from eyas.engine.config import EngineConfig
 from eyas.engine.draft_model import DraftModel
 from eyas.engine.launch import make_pool
@@ -52,11 +51,10 @@ def median_ms(work: Callable[[], object], repeats: int = 30) -> float:
 def rows_of(batch: int, queries: int, start: int) -> Step:
     """A decoding step of `batch` requests at position `start`, `queries` rows each, with pages of their own."""
     width = (start + queries) // PAGE + 1
-    positions = np.repeat(np.arange(start, start + queries)[None], batch, 0)
-    tables = [list(range(index * width, (index + 1) * width)) for index in range(batch)]
-    return Step(
-        token_ids=torch.randint(100, 1000, (batch * queries,)), num_decoding=batch * queries, plan=DecodePlan(tables, positions)
-    )
+    rows = [
+        Rows(start=i * queries, stop=(i + 1) * queries, first=start, pages=range(i * width, (i + 1) * width)) for i in range(batch)
+    ]
+    return Step.of(torch.randint(100, 1000, (batch * queries,)), rows, [])
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Attention over the paged cache through `kernels`: one pass for all decoding rows, one for each piece of a prompt.
+"""Attention over the paged cache through `kernels`: decoding rows and pieces of prompts in one pass.
 
 A row's result is the same bits whatever runs beside it, however many rows of its request are computed at once, and however a
 prompt is cut.
@@ -6,8 +6,10 @@ prompt is cut.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,24 +21,47 @@ _BLOCK_ROWS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptSpan:
-    """Rows `start`..`stop` of a step's batch: a piece of one prompt, after `num_cached` tokens that are in `pages`."""
+class Rows:
+    """Rows `start`..`stop` of a step's batch: tokens of one request from position `first` on, and its `pages`."""
 
     start: int
     stop: int
-    num_cached: int
-    pages: np.ndarray  # [n] int64, all pages up to the piece's end
+    first: int
+    pages: Sequence[int]
 
 
-class DecodePlan:
-    """Where B requests of Q rows each find their pages: `positions` [B, Q] int64, ascending per request."""
+class AttentionPlan:
+    """What `kernels` must know of a step, the same for every layer: G groups of rows, each of one request.
 
-    def __init__(self, tables: list[list[int]], positions: np.ndarray) -> None:
-        self.positions = np.ascontiguousarray(positions, dtype=np.int64)
-        counts = positions[:, -1] // PAGE + 1
-        self.tables = np.zeros((len(tables), int(counts.max())), dtype=np.int64)  # [B, W]
-        for row, (pages, count) in enumerate(zip(tables, counts.tolist(), strict=True)):
-            self.tables[row, :count] = pages[:count]
+    A decoding request is one group and writes its own keys and values. A prompt's piece is cut into groups of 16 rows, to keep
+    every core busy, and is written before any of them attends. Groups are dealt to the threads by cost, the dearest first.
+    """
+
+    def __init__(self, decoding: Sequence[Rows], prompts: Sequence[Rows]) -> None:
+        blocks = [
+            (start, min(_BLOCK_ROWS, rows.stop - start), rows.first + start - rows.start, rows.pages)
+            for rows in prompts
+            for start in range(rows.start, rows.stop, _BLOCK_ROWS)
+        ]
+        groups = [(rows.start, rows.stop - rows.start, rows.first, rows.pages) for rows in decoding] + blocks
+        starts, counts, firsts = (np.array([group[i] for group in groups], dtype=np.int64) for i in range(3))
+        num_pages = (firsts + counts - 1) // PAGE + 1
+        tables = np.zeros((len(groups), int(num_pages.max(initial=1))), dtype=np.int64)
+        for table, count, group in zip(tables, num_pages.tolist(), groups, strict=True):
+            table[:count] = group[3][:count]
+        dearest = np.argsort(-num_pages * (2 + counts), kind="stable")  # a page is loaded once, then read by every row
+        threads = numba.get_num_threads()
+        order = np.concatenate([dearest[thread::threads] for thread in range(threads)])
+        self.starts, self.counts, self.firsts, self.tables = starts[order], counts[order], firsts[order], tables[order]
+        self.writes = order < len(decoding)
+        self.prompt_rows = np.array([row for rows in prompts for row in range(rows.start, rows.stop)], dtype=np.int64)
+        self.prompt_positions = np.array(
+            [rows.first + row - rows.start for rows in prompts for row in range(rows.start, rows.stop)], dtype=np.int64
+        )
+        self.prompt_pages = np.array(
+            [rows.pages[(rows.first + row - rows.start) // PAGE] for rows in prompts for row in range(rows.start, rows.stop)],
+            dtype=np.int64,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,31 +76,16 @@ class Heads:
     k_norm: np.ndarray
     eps: float
 
-    def attend(self, qkv: Tensor, cache: LayerCache, plan: DecodePlan) -> Tensor:
-        """Decoding rows `qkv` [B*Q, (heads + 2 kv) * D]: writes keys and values to `cache` → [B*Q, heads * D]."""
+    def attend(self, qkv: Tensor, cache: LayerCache, plan: AttentionPlan) -> Tensor:
+        """Rows `qkv` [N, (heads + 2 kv) * D] of the step of `plan`: writes keys and values to `cache` → [N, heads * D]."""
         out = qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * self.num_kv * self.head_dim)
-        where = self.cos, self.sin, cache.keys, cache.values, plan.tables, plan.positions
-        attend(as_array(qkv), *where, *self._norms, True, as_array(out))
-        return out
-
-    def attend_prompt(self, qkv: Tensor, cache: LayerCache, span: PromptSpan) -> Tensor:
-        """One piece of a prompt `qkv` [T, (heads + 2 kv) * D]: writes keys and values to `cache` → [T, heads * D]."""
-        num_rows = qkv.shape[0]
-        out = qkv.new_empty(num_rows, qkv.shape[1] - 2 * self.num_kv * self.head_dim)
-        rows, into = as_array(qkv), as_array(out)
+        rows, eps, scale = as_array(qkv), np.float32(self.eps), np.float32(self.head_dim**-0.5)
         where = self.cos, self.sin, cache.keys, cache.values
-        write(rows, *where, span.pages, span.num_cached, self.k_norm, np.float32(self.eps))
-        even = num_rows - num_rows % _BLOCK_ROWS
-        for start, stop, size in ((0, even, _BLOCK_ROWS), (even, num_rows, num_rows - even)):
-            if start < stop:  # blocks of rows stand as requests beside one another, to keep every core busy
-                positions = np.arange(span.num_cached + start, span.num_cached + stop).reshape(-1, size)
-                tables = np.broadcast_to(span.pages, (len(positions), len(span.pages)))
-                attend(rows[start:stop], *where, np.ascontiguousarray(tables), positions, *self._norms, False, into[start:stop])
+        if len(plan.prompt_rows):
+            write(rows, *where, plan.prompt_rows, plan.prompt_positions, plan.prompt_pages, self.k_norm, eps)
+        groups = plan.starts, plan.counts, plan.firsts, plan.tables, plan.writes
+        attend(rows, *where, *groups, self.q_norm, self.k_norm, eps, scale, as_array(out))
         return out
-
-    @property
-    def _norms(self) -> tuple[np.ndarray, np.ndarray, np.float32, np.float32]:
-        return self.q_norm, self.k_norm, np.float32(self.eps), np.float32(self.head_dim**-0.5)
 
 
 class Norm:

@@ -35,30 +35,34 @@ _outer = njit(cache=True, error_model="numpy", nogil=True, parallel=True)
 
 @_outer
 def attend(
-    qkv: Any, cos: Any, sin: Any, keys: Any, values: Any, tables: Any, positions: Any, q_norm: Any, k_norm: Any, eps: Any,
-    scale: Any, writes: bool, out: Any,
+    qkv: Any, cos: Any, sin: Any, keys: Any, values: Any, starts: Any, counts: Any, firsts: Any, tables: Any, writes: Any,
+    q_norm: Any, k_norm: Any, eps: Any, scale: Any, out: Any,
 ) -> None:  # fmt: skip
-    """Attention of rows over the cache, after writing their keys and values to it unless `write` has done that.
+    """Attention of G groups of rows over the cache, after writing their keys and values to it unless `write` has done that.
 
-    Rows b*Q+i of `qkv` [B*Q, (heads + 2 kv) * D] stand at `positions` [B, Q] int64 (ascending) of a request whose pages are
-    `tables` [B, W] int64. `cos`, `sin` [positions, D/2] float32; `keys` [pages, kv, D, 64], `values` [pages, kv, 64, D];
-    `q_norm`, `k_norm` [D] float32, or empty; `out` [B*Q, heads * D].
+    Rows `starts[g]` to `starts[g] + counts[g]` of `qkv` [N, (heads + 2 kv) * D] stand at positions `firsts[g]` and following of
+    a request whose pages are `tables[g]` [W] int64; `writes` [G] bool. `cos`, `sin` [positions, D/2] float32; `keys`
+    [pages, kv, D, 64], `values` [pages, kv, 64, D]; `q_norm`, `k_norm` [D] float32, or empty; `out` [N, heads * D].
     """
     num_kv = keys.shape[1]
-    for index in prange(positions.shape[0] * num_kv):
+    for index in prange(starts.shape[0] * num_kv):
+        g = index // num_kv
         _attend_item(
-            index // num_kv, index % num_kv, qkv, cos, sin, keys, values, tables, positions, q_norm, k_norm, eps, scale, writes, out
+            starts[g], counts[g], firsts[g], tables[g], writes[g], index % num_kv, qkv, cos, sin, keys, values, q_norm, k_norm,
+            eps, scale, out,
         )  # fmt: skip
 
 
 @_outer
-def write(qkv: Any, cos: Any, sin: Any, keys: Any, values: Any, pages: Any, first: int, k_norm: Any, eps: Any) -> None:
-    """Keys and values of one request's consecutive rows from position `first` into its `pages` [W]; shapes as in `attend`."""
-    for t in prange(qkv.shape[0]):
-        p = first + t
-        page = pages[p // PAGE]
+def write(
+    qkv: Any, cos: Any, sin: Any, keys: Any, values: Any, rows: Any, positions: Any, pages: Any, k_norm: Any, eps: Any
+) -> None:
+    """Keys and values of `rows` [M] of `qkv`, at `positions` [M], into their `pages` [M] (all int64); shapes as in `attend`."""
+    for t in prange(rows.shape[0]):
+        p = positions[t]
+        page = pages[t]
         for h in range(keys.shape[1]):
-            _write(qkv[t], h, cos[p], sin[p], k_norm, eps, keys[page], values[page], p % PAGE)
+            _write(qkv[rows[t]], h, cos[p], sin[p], k_norm, eps, keys[page], values[page], p % PAGE)
 
 
 @_inner
@@ -160,41 +164,41 @@ def _write(row: Any, h: int, cos: Any, sin: Any, norm: Any, eps: Any, page_keys:
 
 @_inner
 def _attend_item(
-    b: int, h: int, qkv: Any, cos: Any, sin: Any, keys: Any, values: Any, tables: Any, positions: Any, q_norm: Any,
-    k_norm: Any, eps: Any, scale: Any, writes: bool, out: Any,
+    start: int, count: int, first: int, table: Any, writes: bool, h: int, qkv: Any, cos: Any, sin: Any, keys: Any, values: Any,
+    q_norm: Any, k_norm: Any, eps: Any, scale: Any, out: Any,
 ) -> None:  # fmt: skip
-    """All rows of request `b` under key head `h`."""
-    num_queries, num_kv, dim = positions.shape[1], keys.shape[1], keys.shape[2]
-    groups = (qkv.shape[1] // dim - 2 * num_kv) // num_kv
-    num_rows = num_queries * groups
+    """All rows of one group under key head `h`."""
+    num_kv, dim = keys.shape[1], keys.shape[2]
+    heads = (qkv.shape[1] // dim - 2 * num_kv) // num_kv  # query heads of a key head
+    num_rows, length = count * heads, first + count
     q, acc = np.empty((num_rows, dim), np.float32), np.zeros((num_rows, dim), np.float32)
     states = np.zeros((num_rows, 2), np.float32)  # maximum and sum
     s, lanes = np.empty(PAGE, np.float32), np.empty(_LANES, np.float32)
     page_keys, page_values = np.empty((dim, PAGE), np.float32), np.empty((PAGE, dim), np.float32)
     flat_keys, flat_values = page_keys.reshape(-1), page_values.reshape(-1)
-    for i in range(num_queries):
-        row, p = qkv[b * num_queries + i], positions[b, i]
+    for i in range(count):
+        row, p = qkv[start + i], first + i
         if writes:
-            page = tables[b, p // PAGE]
+            page = table[p // PAGE]
             _write(row, h, cos[p], sin[p], k_norm, eps, keys[page], values[page], p % PAGE)
-        for g in range(groups):
-            _rotate(row, (h * groups + g) * dim, cos[p], sin[p], q_norm, eps, scale, q[i * groups + g])
-            states[i * groups + g, 0] = _MASKED
-    for w in range(positions[b, num_queries - 1] // PAGE + 1):
-        stored_keys, stored_values = keys[tables[b, w], h].reshape(-1), values[tables[b, w], h].reshape(-1)
+        for g in range(heads):
+            _rotate(row, (h * heads + g) * dim, cos[p], sin[p], q_norm, eps, scale, q[i * heads + g])
+            states[i * heads + g, 0] = _MASKED
+    for w in range((length - 1) // PAGE + 1):
+        stored_keys, stored_values = keys[table[w], h].reshape(-1), values[table[w], h].reshape(-1)
         for e in range(dim * PAGE):
             flat_keys[e] = as_fp32(stored_keys[e])
-        for e in range(dim * PAGE):
+        for e in range(dim * min(PAGE, (length - w * PAGE + 7) // 8 * 8)):  # `_attend_page` reads eight rows at once
             flat_values[e] = as_fp32(stored_values[e])
         for r in range(num_rows):
-            num_visible = min(positions[b, r // groups] - w * PAGE + 1, PAGE)
+            num_visible = min(first + r // heads - w * PAGE + 1, PAGE)
             if num_visible > 0:
                 _attend_page(q[r], page_keys, page_values, num_visible, states[r], acc[r], s, lanes)
     for r in range(num_rows):
-        column = (h * groups + r % groups) * dim
+        column = (h * heads + r % heads) * dim
         share = _ONE / states[r, 1]
         for d in range(dim):
-            here = b * num_queries + r // groups, column + d
+            here = start + r // heads, column + d
             out[here] = _stored(acc[r, d] * share, out[here])
 
 

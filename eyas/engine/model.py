@@ -9,11 +9,10 @@ and norms of q, k, tied or untied head. Anything else is refused by name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch.nn import functional
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from eyas.engine.attention import DecodePlan, Heads, Norm, PromptSpan
+from eyas.engine.attention import AttentionPlan, Heads, Norm, Rows
 from eyas.engine.drawing import sample
 from eyas.engine.linear import Linear
 from eyas.engine.pages import LayerCache
@@ -37,12 +36,17 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The rows of one forward pass: `num_decoding` rows under `plan`, then the pieces of prompts in `spans`."""
+    """The rows of one forward pass: those of decoding requests, then pieces of prompts."""
 
     token_ids: Tensor  # [N] int64
-    num_decoding: int = 0
-    plan: DecodePlan | None = None
-    spans: list[PromptSpan] = field(default_factory=list)
+    prompts: list[Rows]
+    plan: AttentionPlan
+    """The attention of all rows, the same in every layer."""
+
+    @classmethod
+    def of(cls, token_ids: Tensor, decoding: list[Rows], prompts: list[Rows]) -> Step:
+        """From the ids of all rows and whose they are."""
+        return cls(token_ids=token_ids, prompts=prompts, plan=AttentionPlan(decoding, prompts))
 
 
 class TensorSource(Protocol):
@@ -83,12 +87,7 @@ class Attention:
     def __call__(self, x: Tensor, residual: Tensor, cache: LayerCache, step: Step) -> Tensor:
         """`x` [N, in], `residual` [N, H] → residual + attention, [N, H]; writes the rows' keys and values to `cache`."""
         qkv = self.qkv(x)  # [N, (heads + 2 kv) * D]
-        parts = []
-        if step.plan is not None:
-            parts.append(self._heads.attend(qkv[: step.num_decoding], cache, step.plan))
-        for span in step.spans:
-            parts.append(self._heads.attend_prompt(qkv[span.start : span.stop], cache, span))
-        return self.out.plus(parts[0] if len(parts) == 1 else torch.cat(parts), residual)
+        return self.out.plus(self._heads.attend(qkv, cache, step.plan), residual)
 
 
 class Mlp:
@@ -131,12 +130,11 @@ class TargetModel:
     def warm_up(self) -> None:
         """Run one prompt token and one decoded token, so that everything is compiled before the first request."""
         cache = LayerCache(1, self.spec.num_kv_heads, self.spec.head_dim, self.dtype)
-        span = PromptSpan(start=0, stop=1, num_cached=0, pages=np.zeros(1, dtype=np.int64))
-        plan = DecodePlan([[0]], np.ones((1, 1), dtype=np.int64))
+        first, second = (Rows(start=0, stop=1, first=position, pages=[0]) for position in range(2))
         with torch.inference_mode():
             for step in (
-                Step(token_ids=torch.tensor([0]), spans=[span]),
-                Step(token_ids=torch.tensor([0]), num_decoding=1, plan=plan),
+                Step.of(torch.tensor([0]), [], [first]),
+                Step.of(torch.tensor([0]), [second], []),
             ):
                 logits = self.lm_head(self.forward(step, [cache] * self.spec.num_layers)[0])
                 sample(logits, [0], [SamplingParams()], [0.5])

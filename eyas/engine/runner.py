@@ -8,11 +8,10 @@ temperature and rules, as SGLang gives them.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.engine.attention import DecodePlan, PromptSpan
+from eyas.engine.attention import Rows
 from eyas.engine.drawing import sample, uniform
 from eyas.engine.model import Step, TargetModel
 from eyas.engine.pages import PAGE, PagePool, page_keys
@@ -79,32 +78,30 @@ class TargetRunner:
 
     def build_batch(self, inputs: list[list[int]], decoding: list[Request], pieces: list[tuple[Request, int]]) -> Step:
         """The rows of a step: `inputs` (Q tokens of each decoding request, from its last one on), then the pieces."""
-        num_queries = len(inputs[0]) if inputs else 0
-        starts = np.array([request.num_tokens - 1 for request in decoding], dtype=np.int64)
-        positions = starts[:, None] + np.arange(num_queries)  # [B, Q]
-        tokens = [token for row in inputs for token in row]
-        spans = []
+        tokens: list[int] = []
+        rows: list[Rows] = []
+        prompts: list[Rows] = []
+
+        def add(into: list[Rows], request: Request, first: int, new: list[int]) -> None:
+            into.append(Rows(start=len(tokens), stop=len(tokens) + len(new), first=first, pages=request.pages))
+            tokens.extend(new)
+
+        for request, new in zip(decoding, inputs, strict=True):
+            add(rows, request, request.num_tokens - 1, new)
         for request, count in pieces:
-            first, last = request.num_computed, request.num_computed + count
-            pages = np.array(request.pages[: (last - 1) // PAGE + 1], dtype=np.int64)
-            spans.append(PromptSpan(start=len(tokens), stop=len(tokens) + count, num_cached=first, pages=pages))
-            tokens.extend(request.prompt_ids[first:last])
-        return Step(
-            token_ids=torch.tensor(tokens),
-            num_decoding=len(decoding) * num_queries,
-            plan=DecodePlan([request.pages for request in decoding], positions) if decoding else None,
-            spans=spans,
-        )
+            first = request.num_computed
+            add(prompts, request, first, request.prompt_ids[first : first + count])
+        return Step.of(torch.tensor(tokens), rows, prompts)
 
     def end_pieces(self, pieces: list[tuple[Request, int]], batch: Step, final: Tensor) -> list[tuple[Request, int]]:
         """Book the computed pieces; returns (request, row of its last prompt token) of the prompts that are now complete."""
         finished = []
-        for (request, count), span in zip(pieces, batch.spans, strict=True):
-            self._input_logprobs(request, final[span.start : span.stop])
+        for (request, count), rows in zip(pieces, batch.prompts, strict=True):
+            self._input_logprobs(request, final[rows.start : rows.stop])
             request.num_computed += count
             self.pool.remember(request.page_keys[: request.num_computed // PAGE], request.pages)
             if request.is_prefilled:
-                finished.append((request, span.stop - 1))
+                finished.append((request, rows.stop - 1))
         return finished
 
     def next_tokens(self, logits: Tensor, owners: list[Request]) -> list[int]:

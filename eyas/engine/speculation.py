@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.engine.attention import DecodePlan
+from eyas.engine.attention import Rows
 from eyas.engine.draft_model import DraftModel
 from eyas.engine.drawing import draw, filtered_probs, uniform
 from eyas.engine.model import Step, TargetModel
@@ -39,7 +39,7 @@ class SpeculativeRunner(TargetRunner):
         final, aux = self.model.forward(batch, self.pool.layers, wants_aux=True)
         assert aux is not None
         finished = self.end_pieces(pieces, batch, final)
-        results = [*self._verify(decoding, final[: batch.num_decoding])]
+        results = [*self._verify(decoding, final[: len(decoding) * (self.num_drafts + 1)])]
         if finished:
             rows = torch.tensor([row for _, row in finished])
             tokens = self.next_tokens(self.model.lm_head(final[rows]), [request for request, _ in finished])
@@ -94,12 +94,12 @@ class SpeculativeRunner(TargetRunner):
             tokens = new_tokens[id(request)]
             last_rows.append(index * width + len(tokens) - 1)
             following += [*tokens, *[0] * (width - len(tokens))]
-        for (request, _), span in zip(pieces, batch.spans, strict=True):
-            first = span.num_cached + 1
-            after = request.prompt_ids[first : first + span.stop - span.start]
-            if len(after) < span.stop - span.start:
+        for (request, _), rows in zip(pieces, batch.prompts, strict=True):
+            first = rows.first + 1
+            after = request.prompt_ids[first : first + rows.stop - rows.start]
+            if len(after) < rows.stop - rows.start:
                 after = [*after, *new_tokens[id(request)]]
-                last_rows.append(span.stop - 1)
+                last_rows.append(rows.stop - 1)
             following += after
         cache = self.pool.layers[-1]
         shifted = replace(batch, token_ids=torch.tensor(following))
@@ -118,6 +118,7 @@ class SpeculativeRunner(TargetRunner):
         for request, drafts in zip(owners, chain.tolist(), strict=True):
             request.drafts = drafts
 
-    def _chain_step(self, owners: list[Request], places: np.ndarray, tokens: Tensor) -> Step:
-        plan = DecodePlan([request.pages for request in owners], places[:, None])
-        return Step(token_ids=tokens, num_decoding=len(owners), plan=plan)
+    def _chain_step(self, owners: list[Request], positions: np.ndarray, tokens: Tensor) -> Step:
+        places = enumerate(zip(owners, positions.tolist(), strict=True))
+        rows = [Rows(start=row, stop=row + 1, first=first, pages=request.pages) for row, (request, first) in places]
+        return Step.of(tokens, rows, [])

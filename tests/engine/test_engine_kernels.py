@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyas.engine.attention import DecodePlan, Heads, Norm, PromptSpan
+from eyas.engine.attention import AttentionPlan, Heads, Norm, Rows
 from eyas.engine.linear import Linear
 from eyas.engine.model import check_supported
 from eyas.engine.pages import LayerCache
@@ -53,8 +53,8 @@ def prompt_through(qkv: Tensor, pages: list[int], cuts: list[int], cache: LayerC
     """The rows of one prompt through the cache, cut before each position of `cuts`."""
     heads, parts = make_heads(), []
     for first, last in zip([0, *cuts], [*cuts, len(qkv)], strict=True):
-        span = PromptSpan(start=0, stop=last - first, num_cached=first, pages=np.array(pages[: (last - 1) // 64 + 1]))
-        parts.append(heads.attend_prompt(qkv[first:last], cache, span))
+        piece = Rows(start=0, stop=last - first, first=first, pages=pages)
+        parts.append(heads.attend(qkv[first:last], cache, AttentionPlan([], [piece])))
     return torch.cat(parts)
 
 
@@ -85,10 +85,15 @@ def test_verifying_rows_gives_the_bits_of_decoding_them_one_by_one_whatever_runs
     together, single = new_cache(dtype), new_cache(dtype)
     for cache in (together, single):
         prompt_through(prompt, [3, 4], [], cache)
-    positions = np.array([[62, 63, 64, 65], [0, 1, 2, 3]])
-    verified = heads.attend(torch.cat([rows, other]), together, DecodePlan([[3, 4], [8]], positions))[:4]
-    one_by_one = [heads.attend(rows[i : i + 1], single, DecodePlan([[3, 4]], np.array([[62 + i]]))) for i in range(4)]
-    assert torch.equal(verified, torch.cat(one_by_one))
+    beside = [Rows(start=4, stop=8, first=0, pages=[8])]
+    piece = [Rows(start=8, stop=30, first=0, pages=[6])]
+    mine = Rows(start=0, stop=4, first=62, pages=[3, 4])
+    verified = heads.attend(torch.cat([rows, other, rows_of(22, dtype, 3)]), together, AttentionPlan([mine, *beside], piece))
+    plans = [AttentionPlan([Rows(start=0, stop=1, first=62 + i, pages=[3, 4])], []) for i in range(4)]
+    one_by_one = [heads.attend(rows[i : i + 1], single, plan) for i, plan in enumerate(plans)]
+    assert torch.equal(verified[:4], torch.cat(one_by_one))
+    alone = prompt_through(rows_of(22, dtype, 3), [2], [], new_cache(dtype))
+    assert torch.equal(verified[8:], alone)
 
 
 @DTYPES
