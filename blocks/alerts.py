@@ -28,5 +28,7 @@ class Alert(Block):
     _description = "Which events of a run are sent where; run `python -m deployments` after a change."
     _code_example = 'Alert(to=["slack-webhook/ops"], events=["run failed", "gate breached"]).save("ops")'
 
-    to: list[str] = Field(min_length=1, description="Blocks that deliver, as type/name: slack-webhook/ops, webhook/pager.")
+    to: list[str] = Field(
+        min_length=1, description='Blocks that deliver, as a list of type/name: ["slack-webhook/ops", "webhook/pager"].'
+    )
     events: list[AlertEvent] = Field(default=list(get_args(AlertEvent)), description="Events that are sent.")

@@ -28,8 +28,8 @@ from flows.server import QUIET, local_server, ui_url
 
 _STATE = "up.json"
 _LOCK = "up.lock"
-_START_S = 180.0
-_END_S = 60.0
+_START_S = 600.0
+_END_S = 180.0
 
 
 def up(home: Path, port: int, runs_home: Path, database_url: str = "") -> str:

@@ -30,8 +30,11 @@ QUIET = {
     "PREFECT_LOGGING_SERVER_LEVEL": "WARNING",
     "PREFECT_CLI_PROMPT": "false",
 }
+PATIENT = {"PREFECT_SERVER_DATABASE_TIMEOUT": "60", "PREFECT_SERVER_DATABASE_CONNECTION_TIMEOUT": "60"}
+"""A statement that waits for a processor is no broken database: Prefect gives up after 10 and 5 seconds."""
+
 UI_PORT = 4200
-_START_S = 120.0
+_START_S = 600.0
 
 
 def default_home() -> Path:
@@ -57,7 +60,7 @@ def local_server(*, home: Path, port: int = 0, database_url: str = "") -> Iterat
     url = f"http://127.0.0.1:{port}/api"
     home.mkdir(parents=True, exist_ok=True)
     log = home / f"server-{port}.log"
-    environment = {**QUIET, "PREFECT_HOME": str(home), "PREFECT_API_URL": url, "PREFECT_SERVER_API_HOST": "127.0.0.1"}
+    environment = {**QUIET, **PATIENT, "PREFECT_HOME": str(home), "PREFECT_API_URL": url, "PREFECT_SERVER_API_HOST": "127.0.0.1"}
     if database_url:
         environment["PREFECT_API_DATABASE_CONNECTION_URL"] = database_url
     arguments = [f"{name}={value}" for name, value in environment.items()]

@@ -136,11 +136,16 @@ class Publisher:
         self.shown[name] = data
 
 
+_TELLS_MOST = ("tokens_median", "tokens_mean", "tokens_p90", "share_cut_by_length", "share_with_reasoning", "tokens")
+
+
 def dataset_rows(run: RunFolder) -> list[dict[str, Any]]:
     """One row per dataset: prompts, responses, rejects, and the quality figures of its generation."""
     rows = []
     for status in read_status(run.root).datasets:
-        figures = {name.replace("_", " "): value for name, value in status.figures.items() if isinstance(value, (int, float))}
+        names = [*(name for name in _TELLS_MOST if name in status.figures), *sorted(status.figures.keys() - {*_TELLS_MOST})]
+        values = {name.replace("_", " "): status.figures[name] for name in names}
+        figures = {name: round(value, 3) for name, value in values.items() if isinstance(value, (int, float))}
         counts = {"prompts": status.prompts.get("done", 0), "responses": status.responses.get("done", 0)}
         rejected = {"rejected": status.responses.get("rejected", 0), "pending": status.responses.get("pending", 0)}
         rows.append({"dataset": status.dataset, **counts, **rejected, **{k: v for k, v in figures.items() if k not in rejected}})

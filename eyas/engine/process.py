@@ -19,7 +19,7 @@ from eyas.engine.listen import listen_on
 from eyas.errors import ConfigError, ServerError
 
 logger = logging.getLogger(__name__)
-_STARTUP_TIMEOUT_S = 180.0
+_STARTUP_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 10.0
 
 
@@ -56,6 +56,7 @@ class EngineProcess:
             *(("--scripted-reasoning",) if is_scripted else ()),
         ]
         self._process: subprocess.Popen[bytes] | None = None
+        self._port = self._config.port
         self.url = ""
 
     @property
@@ -78,12 +79,15 @@ class EngineProcess:
         self.stop()
 
     def start(self) -> None:
-        """Start and wait until the server is ready; raises `ConfigError` (its exit code 2) or `ServerError`."""
+        """Start and wait until the server is ready; again on the same port after a death.
+
+        Raises `ConfigError` (its exit code 2) or `ServerError`.
+        """
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
-        bound = listen_on("127.0.0.1", self._config.port)
-        host, port = bound.getsockname()[:2]
-        self.url = f"http://{host}:{port}"
+        bound = listen_on("127.0.0.1", self._port)
+        host, self._port = bound.getsockname()[:2]
+        self.url = f"http://{host}:{self._port}"
         with (
             bound,
             tempfile.TemporaryDirectory(prefix="eyas-engine-") as folder,

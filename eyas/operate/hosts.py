@@ -29,6 +29,7 @@ from eyas.target.spec import load_target
 from eyas.workspace import RunFolder
 
 if TYPE_CHECKING:
+    from eyas.engine.keeper import Keeper
     from eyas.engine.process import EngineProcess
 
 Say = Callable[[str], None]
@@ -76,16 +77,25 @@ def host_of(run: RunFolder, config: RunConfig, *, api_key: str = "", say: Say = 
 
 @dataclass
 class EmbeddedHost:
-    """Eyas' own engine: a child process, for as long as a phase needs it or until the next mode."""
+    """Eyas' own engine: a child process, for as long as a phase needs it or until the next mode.
+
+    One that dies while it generates (the kernel's OOM killer picks the largest) is started again on its port: the
+    session waits for its server and nobody else would bring it back. A benchmark has no use for a server that began anew.
+    """
 
     run: RunFolder
     config: RunConfig
     api_key: str = field(default="", repr=False)
     _engine: EngineProcess | None = field(default=None, repr=False)
+    _keeper: Keeper | None = field(default=None, repr=False)
 
     def enter(self, mode: Mode, *, draft: Draft | None = None, alone: bool = False) -> list[str]:
+        from eyas.engine.keeper import Keeper
         from eyas.engine.process import EngineProcess
 
+        if self._keeper is not None:
+            self._keeper.stop()
+            self._keeper = None
         if self._engine is not None:
             self._engine.stop()
             self._engine = None
@@ -101,6 +111,8 @@ class EmbeddedHost:
             log=self.run.logs / f"engine-{mode}.log",
         )
         self._engine.start()
+        if mode == "generate" and not alone:
+            self._keeper = Keeper(self._engine)
         return [self._engine.url]
 
     @contextmanager

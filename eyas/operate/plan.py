@@ -142,12 +142,13 @@ def free_bytes(folder: os.PathLike[str] | str) -> int:
 def render_plan(plan: dict[str, Any]) -> str:
     """The plan as Markdown."""
     outlook = plan["forecast"]
-    hours = "unknown" if outlook["hours"] is None else duration(outlook["hours"] * 3600)
+    hours = "time unknown" if outlook["hours"] is None else f"{duration(outlook['hours'] * 3600)} left"
+    is_done = not any(row["priority"] for row in plan["phases"])
     lines = [
-        f"# Plan of {plan['name']}: {plan['state']}, {hours} left",
+        f"# Plan of {plan['name']}: {plan['state']}" + ("" if is_done else f", {hours}"),
         "",
-        f"{plan['at']}. Still to be written: {_written(outlook)}, free: {size(outlook['disk_free_bytes'])}. "
-        f"Tokens: {outlook['volumes_basis'] or 'no dataset'}.",
+        f"{plan['at']}. Still to be written: {'nothing' if is_done else _written(outlook)}, "
+        f"free: {size(outlook['disk_free_bytes'])}. Tokens: {outlook['volumes_basis'] or 'no dataset'}.",
         "",
         "| priority | phase | state | in | done | rejected | pending | left | disk left | rests on |",
         "|---|---|---|---|---|---|---|---|---|---|",

@@ -54,6 +54,12 @@ def bars(counts: list[int] | list[float]) -> str:
     return "".join(_BLOCKS[0 if not count else max(1, round(8 * count / top))] for count in counts)
 
 
+def curve(values: list[float]) -> str:
+    """A series as one line of block characters from its lowest to its highest value; small changes of large values show."""
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    return "".join(_BLOCKS[1 + (round(7 * (value - low) / (high - low)) if high > low else 0)] for value in values)
+
+
 def lengths(run: RunFolder) -> Table | None:
     """Tokens of prompts and responses per dataset, with a histogram of the responses over powers of two."""
     names = sorted(path.parent.name for path in run.root.glob("prompts/*/manifest.json"))
@@ -93,25 +99,23 @@ def training(run: RunFolder) -> Table | None:
     if not steps and not replays:
         return None
     shown = _thinned(steps)
+    trained = {row["step"]: row for row in steps}
     at = {row["step"]: row for row in [*shown, *replays]}
     lengths_at = {row["step"]: row["accept_length"] for row in replays}
-    losses = {row["step"]: row["loss"] for row in steps}
     rows = [
         {
             "step": step,
             "epoch": at[step]["epoch"],
-            "loss": losses.get(step),
-            "accept length": lengths_at.get(step),
-            "learning rate": at[step].get("learning_rate"),
+            "loss": _rounded(trained.get(step, {}).get("loss")),
+            "accept length": _rounded(lengths_at.get(step)),
+            "learning rate": f"{rate:.2e}" if (rate := trained.get(step, {}).get("learning_rate")) is not None else None,
         }
         for step in sorted(at)
     ]
     best = max(lengths_at.values(), default=None)
-    curve = bars([row["loss"] for row in shown])
-    said = (
-        "no replay yet" if best is None else f"best accept length {best:.3f} {bars([value - 1 for value in lengths_at.values()])}"
-    )
-    loss = f"loss {steps[-1]['loss']:.3f} at step {steps[-1]['step']:,} {curve}" if steps else ""
+    said = "no replay yet" if best is None else f"best accept length {best:.3f} {curve(_thinned(list(lengths_at.values())))}"
+    losses = curve([row["loss"] for row in shown])
+    loss = f"loss {steps[-1]['loss']:.3f} at step {steps[-1]['step']:,} {losses}" if steps else ""
     return Table("training", " · ".join(part for part in (said, loss) if part), rows)
 
 

@@ -127,13 +127,13 @@ def start_child(run: RunFolder, config: RunConfig) -> subprocess.Popen[bytes]:
 
 
 def wait_for_steps(run: RunFolder, steps: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         path = run.draft / METRICS
         if path.is_file() and path.read_bytes().count(b'"kind":"train"') >= steps:
             return
         time.sleep(0.02)
-    raise AssertionError(f"no {steps} steps within 60 s")
+    raise AssertionError(f"no {steps} steps within 240 s")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -146,7 +146,7 @@ def test_a_killed_process_continues_to_the_same_draft(tmp_path: Path, run: RunFo
     child = start_child(run, config)
     wait_for_steps(run, 23)
     child.send_signal(number)
-    _, stderr = child.communicate(timeout=60)
+    _, stderr = child.communicate(timeout=240)
     assert child.returncode == (130 if number == signal.SIGTERM else -signal.SIGKILL), stderr.decode()
     if number == signal.SIGTERM:
         assert b"run the same command to continue" in stderr

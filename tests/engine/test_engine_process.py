@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from eyas.engine.config import EngineConfig
+from eyas.engine.keeper import Keeper
 from eyas.engine.process import EngineProcess
 from eyas.errors import ConfigError
 from eyas.target.config import TargetConfig
@@ -33,7 +34,7 @@ def test_a_draft_server_reports_its_flags_and_counts_and_ends_cleanly(folder: Pa
     with EngineProcess(folder, config=ENGINE, draft_dir=draft, num_draft_tokens=2, log=tmp_path / "log") as process:
         params = {"temperature": 0, "max_new_tokens": 9, "ignore_eos": True}
         body = {"input_ids": [5, 6, 7], "sampling_params": params}
-        meta = httpx.post(f"{process.url}/generate", json=body, timeout=30, trust_env=False).json()["meta_info"]
+        meta = httpx.post(f"{process.url}/generate", json=body, timeout=240, trust_env=False).json()["meta_info"]
         info = httpx.get(f"{process.url}/server_info", trust_env=False).json()
         child = psutil.Process(process.pid)
     assert meta["spec_num_proposed_drafts"] == 2 * meta["spec_verify_ct"]
@@ -51,7 +52,7 @@ def test_scripted_replies_think_and_are_named_as_scripted(folder: Path) -> None:
 
         def reply(text: str) -> dict:  # type: ignore[type-arg]
             body = {"text": text, "sampling_params": params}
-            return httpx.post(f"{process.url}/generate", json=body, timeout=30, trust_env=False).json()  # type: ignore[no-any-return]
+            return httpx.post(f"{process.url}/generate", json=body, timeout=240, trust_env=False).json()  # type: ignore[no-any-return]
 
         closed, opened = reply("question"), reply("question<think>\n")
         assert httpx.get(f"{process.url}/server_info", trust_env=False).json()["scripted_reasoning"] is True
@@ -67,6 +68,7 @@ def test_the_engine_dies_with_a_killed_parent(folder: Path, tmp_path: Path) -> N
     script = f"""
 import time
 from eyas.engine.config import EngineConfig
+from eyas.engine.keeper import Keeper
 from eyas.engine.process import EngineProcess
 with EngineProcess({str(folder)!r}, config=EngineConfig(dtype="float32", threads=1)) as process:
     print(process.pid, flush=True)
@@ -78,10 +80,31 @@ with EngineProcess({str(folder)!r}, config=EngineConfig(dtype="float32", threads
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 240
     while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the engine outlived its parent"
         time.sleep(0.05)
+
+
+def test_an_engine_that_dies_comes_back_on_its_port_until_it_is_no_longer_kept(folder: Path, tmp_path: Path) -> None:
+    with EngineProcess(folder, config=ENGINE, log=tmp_path / "log") as process:
+        keeper, first = Keeper(process), process.pid
+        psutil.Process(first).kill()
+        deadline = time.monotonic() + 240
+        while process.pid == first or not answers(process.url):
+            assert time.monotonic() < deadline, "nobody started it again"
+            time.sleep(0.05)
+        keeper.stop()
+        psutil.Process(process.pid).kill()
+        time.sleep(0.3)
+        assert not process.is_alive
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", timeout=240, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def test_a_model_that_cannot_be_served_is_a_config_error_with_the_servers_own_line(tmp_path: Path) -> None:

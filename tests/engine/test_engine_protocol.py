@@ -52,7 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
 @pytest.fixture
 def client(server: EngineProcess) -> Iterator[httpx.Client]:
     headers = {"Authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=server.url, headers=headers, timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=server.url, headers=headers, timeout=240, trust_env=False) as client:
         yield client
 
 
@@ -62,7 +62,7 @@ def generate(client: httpx.Client, **body: Any) -> Any:
     return reply.json()
 
 
-def wait_until(check: Any, timeout_s: float = 20) -> None:
+def wait_until(check: Any, timeout_s: float = 240) -> None:
     deadline = time.monotonic() + timeout_s
     while not check():
         assert time.monotonic() < deadline, "did not happen in time"
@@ -140,7 +140,7 @@ def test_malformed_bodies_are_400_in_the_object_shape(client: httpx.Client, cont
 
 
 def test_the_key_is_wanted_everywhere_but_for_health_ready_and_metrics(server: EngineProcess) -> None:
-    with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=server.url, timeout=240, trust_env=False) as client:
         for headers in ({}, {"Authorization": "Bearer wrong"}):
             for path in ("/model_info", "/get_model_info", "/v1/models", "/server_info", "/v1/loads", "/flush_cache"):
                 reply = client.get(path, headers=headers)
@@ -272,7 +272,7 @@ def long_request(server: EngineProcess, results: list[httpx.Response], rid: str 
 
     def post() -> None:
         headers = {"Authorization": f"Bearer {KEY}"}
-        results.append(httpx.post(f"{server.url}/generate", json=body, headers=headers, timeout=60, trust_env=False))
+        results.append(httpx.post(f"{server.url}/generate", json=body, headers=headers, timeout=240, trust_env=False))
 
     thread = threading.Thread(target=post)
     thread.start()
@@ -287,7 +287,7 @@ def test_an_aborted_request_answers_200_with_what_it_has(server: EngineProcess, 
     duplicate = client.post("/generate", json={"input_ids": IDS, "rid": "long"})
     assert duplicate.status_code == 400
     assert client.post("/abort_request", json={"rid": "long"}).content == b""
-    thread.join(30)
+    thread.join(240)
     reply = results[0].json()
     assert results[0].status_code == 200
     assert reply["meta_info"]["finish_reason"] == {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
@@ -312,7 +312,7 @@ def test_a_full_queue_answers_503_in_the_recorded_shape(server: EngineProcess, c
     assert reply.json() == {"object": "error", "message": "The request queue is full.", "type": "503", "param": None, "code": 503}
     client.post("/abort_request", json={"abort_all": True})
     for thread in threads:
-        thread.join(30)
+        thread.join(240)
     assert all(r.json()["meta_info"]["finish_reason"]["type"] == "abort" for r in results)
 
 
@@ -320,9 +320,7 @@ def test_a_client_that_goes_away_frees_its_place(server: EngineProcess, client: 
     body = {"input_ids": IDS, "sampling_params": GREEDY | {"max_new_tokens": 1000}}
     with pytest.raises(httpx.ReadTimeout):
         client.post("/generate", json=body, timeout=httpx.Timeout(10, read=0.05))
-    wait_until(lambda: running(client) == 0, timeout_s=5)
-    finished = client.get("/metrics").text
-    assert "sglang:num_aborted_requests_total{" in finished
+    wait_until(lambda: running(client) == 0 and "sglang:num_aborted_requests_total{" in client.get("/metrics").text)
 
 
 def test_chat_renders_messages_and_tools_with_the_targets_template(client: httpx.Client) -> None:
@@ -376,7 +374,7 @@ def test_a_port_in_use_is_one_clear_line_and_exit_code_2(server: EngineProcess, 
     import sys
 
     port = server.url.rsplit(":", 1)[1]
-    done = subprocess.run([sys.executable, "-m", "eyas.engine", "--port", port], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "eyas.engine", "--port", port], capture_output=True, text=True, timeout=240)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
     assert f"127.0.0.1:{port}" in done.stderr

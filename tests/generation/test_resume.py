@@ -38,7 +38,7 @@ def start_child(run: RunFolder, config: RunConfig, url: str) -> subprocess.Popen
         return subprocess.Popen(command, cwd=ROOT, stderr=log)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 240.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.001)

@@ -45,7 +45,7 @@ async def test_a_template_that_differs_for_one_dataset_stops_all_at_once(target:
     write_prompts(run, config, "b", 12)
     with LoopbackServer(target, behave=lambda payload, nth: "never") as server:
         server.tokenizer.chat_template = server.tokenizer.chat_template.replace("tojson", "tojson | upper")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(240):
             with pytest.raises(ConfigError, match="dataset a"):
                 await generate(run, config, urls=[server.url])
 

@@ -71,7 +71,7 @@ def test_the_operator_is_told_what_to_start_and_given_time(run: RunFolder, confi
 
 
 def manual_host(run: RunFolder, config_file: Callable[..., Path], url: str, said: list[str]) -> ManualHost:
-    host = {"ready_timeout_s": 30.0}
+    host = {"ready_timeout_s": 240.0}
     config = load_config(config_file(server={"kind": "sglang", "urls": [url]}, operate={"host": host}))
     manual = host_of(run, config, say=said.append)
     assert isinstance(manual, ManualHost)

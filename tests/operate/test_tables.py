@@ -6,7 +6,7 @@ import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from eyas.operate.tables import MOST_ROWS, SOURCES, bars, changed_tables, forecast_history, training
+from eyas.operate.tables import MOST_ROWS, SOURCES, bars, changed_tables, curve, forecast_history, training
 from eyas.workspace import RunFolder
 from tests.operate.conftest import DATASETS, write_metrics, write_responses
 
@@ -29,9 +29,10 @@ def test_lengths_are_counted_from_the_rows(finished_run: RunFolder) -> None:
 def test_training_shows_losses_and_replays_at_their_steps(finished_run: RunFolder) -> None:
     table = tables(finished_run)["training"]
     at = {row["step"]: row for row in table.rows}
-    assert at[50]["accept length"] == 1 + 50 / 480
+    assert at[50]["accept length"] == round(1 + 50 / 480, 3)
     assert at[10]["accept length"] is None
-    assert "best accept length 1.417" in table.headline
+    assert at[50]["loss"] is not None, "a step with a replay was trained, too"
+    assert table.headline.startswith("best accept length 1.417 ▁▃▆█ · loss")
 
 
 def test_a_long_training_is_thinned_and_keeps_its_last_step(run: RunFolder) -> None:
@@ -75,6 +76,12 @@ def test_a_table_is_made_again_only_when_its_files_have_changed(half_run: RunFol
     write_responses(half_run, DATASETS[1], [4, 5, 6, 7], [50, 50, 8, 9])
     assert [table.name for table in changed_tables(half_run, seen)] == ["lengths"]
     assert len(seen) < len(SOURCES), "the others have no file yet"
+
+
+def test_a_curve_shows_small_changes_of_large_values() -> None:
+    assert curve([8.5, 8.0, 7.5]) == "█▄▁" or curve([8.5, 8.0, 7.5]) == "█▅▁"
+    assert curve([3.0, 3.0]) == "▁▁"
+    assert curve([]) == ""
 
 
 def test_bars_fill_the_tallest_and_keep_the_smallest_visible() -> None:

@@ -14,7 +14,7 @@ from tests.prefect.paper import Paper, install
 
 @pytest.fixture(scope="package", autouse=True)
 def prefect_server() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=120), temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: False}):
+    with prefect_test_harness(server_startup_timeout=600), temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: False}):
         yield
 
 

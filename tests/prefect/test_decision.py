@@ -22,7 +22,7 @@ def decisions(run: str) -> list[dict[str, str]]:
 
 async def answer(run: str, values: dict[str, Any]) -> None:
     """Do what the UI's form does, once the run is paused."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     async with get_client() as client:
         while time.monotonic() < deadline:
             for flow_run in await client.read_flow_runs():
@@ -44,7 +44,7 @@ async def test_a_config_that_accepts_is_recorded_and_not_asked(paper: Paper, run
 
 
 async def test_a_person_chooses_a_subset_and_it_stands_in_the_next_run(paper: Paper, run: str) -> None:
-    config = config_with(operate={"decision": "ask", "decision_timeout_s": 60})
+    config = config_with(operate={"decision": "ask", "decision_timeout_s": 600})
     state, _ = await asyncio.gather(
         run_pipeline(run, config, until="generate"), answer(run, {"choice": "subset", "subset_percent": 25, "note": "first a look"})
     )
@@ -58,7 +58,7 @@ async def test_a_person_chooses_a_subset_and_it_stands_in_the_next_run(paper: Pa
 
 
 async def test_abort_ends_the_run_before_anything_long(paper: Paper, run: str) -> None:
-    config = config_with(operate={"decision": "ask", "decision_timeout_s": 60})
+    config = config_with(operate={"decision": "ask", "decision_timeout_s": 600})
     state, _ = await asyncio.gather(run_pipeline(run, config), answer(run, {"choice": "abort"}))
     assert isinstance(await state.aresult(raise_on_failure=False), Declined)
     assert paper.made["generate B1_glaive"] == 0

@@ -28,7 +28,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_complete_dataset_is_extracted_while_another_generates(paper: Paper, run: str) -> None:
     paper.holds["B2_code"] = asyncio.Event()
     work = asyncio.create_task(run_pipeline(run, config_with(operate=OVERLAP)))
-    await asyncio.wait_for(happens(paper, "extract B1_glaive"), 60)
+    await asyncio.wait_for(happens(paper, "extract B1_glaive"), 240)
     assert not paper.made["generate B2_code"], "the other still generates"
     assert not paper.made["merge"]
     paper.holds["B2_code"].set()
@@ -40,7 +40,7 @@ async def test_a_complete_dataset_is_extracted_while_another_generates(paper: Pa
 async def test_where_processors_are_shared_nothing_starts_early(paper: Paper, run: str) -> None:
     paper.holds["B2_code"] = asyncio.Event()
     work = asyncio.create_task(run_pipeline(run))
-    await asyncio.wait_for(happens(paper, "generate B1_glaive"), 60)
+    await asyncio.wait_for(happens(paper, "generate B1_glaive"), 240)
     await asyncio.sleep(0.5)
     assert not paper.made["extract B1_glaive"]
     paper.holds["B2_code"].set()
@@ -70,7 +70,7 @@ async def test_the_first_replies_rehearse_what_follows_and_a_failure_is_told_at_
     monkeypatch.setattr("eyas.operate.rehearsal.rehearse", rehearse)
     paper.holds["B1_glaive"] = asyncio.Event()
     work = asyncio.create_task(run_pipeline(run, config_with(operate=OVERLAP), until="merge"))
-    await asyncio.wait_for(happens(paper, "rehearsal"), 60)
+    await asyncio.wait_for(happens(paper, "rehearsal"), 240)
     paper.holds["B1_glaive"].set()
     assert (await work).is_completed(), "the run itself goes on"
     assert told == [("rehearsal failed", "the phases after generation fail on its first replies: the export lacks fc.weight")]

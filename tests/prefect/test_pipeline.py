@@ -36,7 +36,7 @@ async def run_pipeline(run: str, config: RunConfig | None = None, **parameters: 
 async def task_runs(flow_run_id: UUID | None, wanted: int = 12) -> dict[str, str]:
     """Names to state names, once `wanted` runs have ended: Prefect records them a moment after the fact."""
     assert flow_run_id is not None
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 240
     async with get_client() as client:
         while True:
             found = await client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])))

@@ -16,6 +16,9 @@ from websockets.sync.client import ClientConnection, connect
 
 from eyas.operate.children import child_process
 
+PATIENCE_S = 600.0
+"""Only a page that hangs takes as long, on the slowest machine too."""
+
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--force-device-scale-factor=1",
@@ -34,7 +37,7 @@ class Page:
         self._number += 1
         self._socket.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
         while True:
-            reply = json.loads(self._socket.recv(timeout=120))
+            reply = json.loads(self._socket.recv(timeout=PATIENCE_S))
             if reply.get("id") == self._number:
                 assert "error" not in reply, reply
                 return dict(reply["result"])
@@ -48,17 +51,17 @@ class Page:
     def open(self, url: str) -> None:
         self.send("Page.navigate", url=url)
 
-    def wait(self, expression: str, *, seconds: float = 120) -> Any:
+    def wait(self, expression: str) -> Any:
         """Poll until the expression is truthy; its value."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE_S
         while not (value := self.ask(expression)):
             assert time.monotonic() < deadline, f"never true: {expression}; the page says: {self.text()[:1500]}"
             time.sleep(0.2)
         return value
 
-    def wait_text(self, text: str, *, seconds: float = 120) -> None:
+    def wait_text(self, text: str) -> None:
         """Poll until the page shows `text`."""
-        self.wait(f"document.body !== null && document.body.innerText.includes({json.dumps(text)})", seconds=seconds)
+        self.wait(f"document.body !== null && document.body.innerText.includes({json.dumps(text)})")
 
     def text(self) -> str:
         return str(self.ask("document.body ? document.body.innerText : ''"))
@@ -106,12 +109,17 @@ def chromium(folder: Path) -> Iterator[Page]:
     command = [binary, *FLAGS, "--window-size=1400,1000", "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank"]
     with child_process(command, log=folder.parent / "chromium.log", grace_s=5):
         port_file = folder / "DevToolsActivePort"
-        deadline = time.monotonic() + 120
-        while not port_file.is_file() or not port_file.read_text().strip():
+        deadline = time.monotonic() + PATIENCE_S
+        while not (address := _first_tab(port_file)):
             assert time.monotonic() < deadline, "chromium did not start"
             time.sleep(0.1)
-        port = port_file.read_text().split("\n")[0]
-        tabs = httpx.get(f"http://127.0.0.1:{port}/json").json()
-        address = next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page")
-        with connect(address, max_size=None) as socket:
+        with connect(address, max_size=None, open_timeout=PATIENCE_S, ping_interval=None) as socket:
             yield Page(socket)
+
+
+def _first_tab(port_file: Path) -> str:
+    """Address of the first tab; "" while there is none, for the file is there before the tab is."""
+    if not port_file.is_file() or not (port := port_file.read_text().split("\n")[0].strip()):
+        return ""
+    tabs = httpx.get(f"http://127.0.0.1:{port}/json", timeout=PATIENCE_S).json()
+    return next((str(tab["webSocketDebuggerUrl"]) for tab in tabs if tab["type"] == "page"), "")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from tests.sglang.tiny import build_target
 
 DATASETS = ("B1_chat", "B2_calls")
 MANY = 100
+PATIENCE_S = 1800.0
+"""Only what hangs takes as long, on the slowest machine too; what fails says so at once (`Stack.until`)."""
 
 
 def tiny_sections(folder: Path) -> dict[str, Any]:
@@ -59,10 +61,20 @@ class Stack:
 
     def __init__(self, home: Path, runs: Path, port: int, tiny: dict[str, Any]) -> None:
         self.home, self.runs, self.ui, self.tiny = home, runs, f"http://127.0.0.1:{port}", tiny
-        self._api = httpx.Client(base_url=f"{self.ui}/api", timeout=60)
+        self._api = httpx.Client(base_url=f"{self.ui}/api", timeout=PATIENCE_S)
 
     def call(self, method: str, path: str, **body: Any) -> httpx.Response:
-        return self._api.request(method, path, json=body or None)
+        return self.send(method, path, body or None)
+
+    def send(self, method: str, path: str, body: Any) -> httpx.Response:
+        """One request; a 503 (SQLite was locked) is repeated, as Prefect's own client and the UI's user do."""
+
+        def answer() -> httpx.Response | None:
+            reply = self._api.request(method, path, json=body)
+            return None if reply.status_code == 503 else reply
+
+        reply: httpx.Response = until(lambda: (found,) if (found := answer()) is not None else None)[0]
+        return reply
 
     def deployment(self, name: str) -> str:
         return str(self.call("GET", f"/deployments/name/{name}").json()["id"])
@@ -89,13 +101,25 @@ class Stack:
     def flow_run(self, flow_run_id: str) -> dict[str, Any]:
         return dict(self.call("GET", f"/flow_runs/{flow_run_id}").json())
 
-    def wait_state(self, flow_run_id: str, *wanted: str, seconds: float = 900) -> dict[str, Any]:
+    def until(self, flow_run_id: str, condition: Callable[[], Any], *, allowed: Iterable[str] = ()) -> Any:
+        """Poll until the condition is truthy; its value. A run that failed instead ends the wait at once, with its message."""
+
+        def holds() -> Any:
+            state = self.flow_run(flow_run_id)["state"]  # before the condition: what a run did last still counts
+            value = condition()
+            assert value or state["type"] not in {"FAILED", "CRASHED", "CANCELLED"} - set(allowed), (
+                f"the flow run is {state['type']}: {state['message']}"
+            )
+            return value
+
+        return until(holds)
+
+    def wait_state(self, flow_run_id: str, *wanted: str) -> dict[str, Any]:
         def arrived() -> dict[str, Any] | None:
             found = self.flow_run(flow_run_id)
-            assert found["state"]["type"] not in {"FAILED", "CRASHED"} - set(wanted), found["state"]["message"]
             return found if found["state"]["type"] in wanted else None
 
-        return dict(until(arrived, seconds))
+        return dict(self.until(flow_run_id, arrived))
 
     def wait_killed(self, flow_run_id: str) -> None:
         """Poll until the run has been Crashed for some seconds: it is reported twice, and a retry in between is lost."""
@@ -105,16 +129,21 @@ class Stack:
             age_s = (datetime.now(UTC) - datetime.fromisoformat(state["timestamp"])).total_seconds()
             return bool(state["type"] == "CRASHED" and age_s > 10)
 
-        until(has_settled, 180)
+        self.until(flow_run_id, has_settled, allowed=["CRASHED"])
 
-    def pid(self, flow_run_id: str) -> int:
-        """Process of a flow run on this machine."""
-        return int(str(until(lambda: self.flow_run(flow_run_id).get("infrastructure_pid"), 120)).rpartition(":")[2])
+    def pid(self, flow_run_id: str, *, other_than: int = 0) -> int:
+        """Process of a flow run on this machine; `other_than` the one of an earlier attempt."""
+
+        def found() -> int:
+            pid = int(str(self.flow_run(flow_run_id).get("infrastructure_pid") or "0").rpartition(":")[2])
+            return 0 if pid == other_than else pid
+
+        return int(self.until(flow_run_id, found))
 
     def cancel(self, flow_run_id: str) -> None:
         """The UI's Cancel button, and its effect."""
         self.call("POST", f"/flow_runs/{flow_run_id}/set_state", state={"type": "CANCELLING", "name": "Cancelling"})
-        self.wait_state(flow_run_id, "CANCELLED", seconds=180)
+        self.wait_state(flow_run_id, "CANCELLED")
 
     def retry(self, flow_run_id: str) -> None:
         """The UI's Retry button."""
@@ -123,9 +152,9 @@ class Stack:
         assert reply.json()["status"] == "ACCEPT", reply.text
 
 
-def until(condition: Callable[[], Any], seconds: float) -> Any:
+def until(condition: Callable[[], Any]) -> Any:
     """Poll until the condition is truthy; its value."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE_S
     while not (value := condition()):
         assert time.monotonic() < deadline, "never happened"
         time.sleep(0.2)
@@ -133,7 +162,7 @@ def until(condition: Callable[[], Any], seconds: float) -> Any:
 
 
 def deployments(*arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "deployments", *arguments], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-m", "deployments", *arguments], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr + done.stdout
 
 
@@ -153,7 +182,9 @@ def database_url() -> Iterator[str]:
     data, port = folder / "data", free_port()
     subprocess.run([*user, binaries / "initdb", "-D", data, "-A", "trust", "-U", "eyas"], check=True, capture_output=True)
     options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories= -c fsync=off -c max_connections=100"
-    subprocess.run([*user, binaries / "pg_ctl", "-D", data, "-w", "-o", options, "-l", folder / "log", "start"], check=True)
+    subprocess.run(
+        [*user, binaries / "pg_ctl", "-D", data, "-w", "-t", "600", "-o", options, "-l", folder / "log", "start"], check=True
+    )
     yield f"postgresql+asyncpg://eyas@127.0.0.1:{port}/postgres"
     subprocess.run([*user, binaries / "pg_ctl", "-D", data, "-m", "immediate", "stop"], check=True, capture_output=True)
     shutil.rmtree(folder)

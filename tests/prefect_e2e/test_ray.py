@@ -24,7 +24,7 @@ from tests.prefect.test_pipeline import sections
 from tests.prefect_e2e.conftest import Stack
 from tests.sglang.tiny import build_target, tiny_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(7200)]
 
 RAY = {"operate": {"runner": {"kind": "ray"}}}
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.prefect_e2e.conftest import MANY, Stack, journal_ids, until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(7200)]
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -41,18 +41,19 @@ def test_killed_in_generation_and_in_training_a_retry_goes_on_to_the_end(stack: 
     """https://github.com/PrefectHQ/prefect/issues/16515: what a dead process leaves behind is taken up by manifest."""
     run = stack.runs / "killed"
     flow_run_id = stack.start("killed", prompts=stack.long(80), draft={**stack.tiny["draft"], "max_steps": 600})
-    until(lambda: len(journal_ids(run)) >= 3, 600)
-    os.kill(stack.pid(flow_run_id), signal.SIGKILL)
+    stack.until(flow_run_id, lambda: len(journal_ids(run)) >= 3)
+    first = stack.pid(flow_run_id)
+    os.kill(first, signal.SIGKILL)
     stack.wait_killed(flow_run_id)
     before = journal_ids(run)
     assert len(before) < 2 * MANY, "killed in the middle"
 
     stack.retry(flow_run_id)
-    until(lambda: (run / "progress" / "train.json").is_file(), 900)
-    tree = family(stack.pid(flow_run_id))
+    stack.until(flow_run_id, lambda: (run / "progress" / "train.json").is_file())
+    tree = family(stack.pid(flow_run_id, other_than=first))
     os.kill(tree[0].pid, signal.SIGKILL)
     stack.wait_killed(flow_run_id)
-    until(lambda: not any(process.is_running() and process.status() != "zombie" for process in tree), 30)
+    until(lambda: not any(process.is_running() and process.status() != "zombie" for process in tree))
     responses = {path: path.read_bytes() for path in run.glob("responses/*/tokenized_data.jsonl")}
     assert not (run / "draft" / "manifest.json").exists(), "killed in the middle"
 
@@ -76,15 +77,15 @@ def test_the_finished_run_again_makes_nothing(stack: Stack) -> None:
 def test_cancelling_leaves_no_child_process(stack: Stack) -> None:
     """https://github.com/PrefectHQ/prefect/issues/20979: the engine is a child of the flow's process."""
     flow_run_id = stack.start("cancelled", prompts=stack.long(600))
-    until(lambda: len(journal_ids(stack.runs / "cancelled")) >= 1, 600)
+    stack.until(flow_run_id, lambda: len(journal_ids(stack.runs / "cancelled")) >= 1)
     tree = family(stack.pid(flow_run_id))
     assert len(tree) > 1, "the engine runs"
     stack.cancel(flow_run_id)
-    until(lambda: not any(process.is_running() and process.status() != "zombie" for process in tree), 30)
+    until(lambda: not any(process.is_running() and process.status() != "zombie" for process in tree))
 
 
 def test_a_person_approves_through_the_api(stack: Stack) -> None:
-    flow_run_id = stack.start("approved", until="generate", operate={"decision": "ask", "decision_timeout_s": 300})
+    flow_run_id = stack.start("approved", until="generate", operate={"decision": "ask", "decision_timeout_s": 3600})
     stack.wait_state(flow_run_id, "PAUSED")
     reply = stack.call(
         "POST", f"/flow_runs/{flow_run_id}/resume", run_input={"choice": "subset", "subset_percent": 50, "note": "ok"}
@@ -98,10 +99,10 @@ def test_a_person_approves_through_the_api(stack: Stack) -> None:
 def test_a_schedule_fires(stack: Stack) -> None:
     deployment = stack.deployment("watch/watch-every-5-minutes")
     schedule = {"schedule": {"interval": 20.0, "anchor_date": "2026-01-01T00:00:00Z"}, "active": True}
-    created = stack._api.post(f"/deployments/{deployment}/schedules", json=[schedule])
+    created = stack.send("POST", f"/deployments/{deployment}/schedules", [schedule])
     assert created.status_code == 201, created.text
     wanted = {"deployments": {"id": {"any_": [deployment]}}, "flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}}
-    until(lambda: any(found["auto_scheduled"] for found in stack.call("POST", "/flow_runs/filter", **wanted).json()), 180)
+    until(lambda: any(found["auto_scheduled"] for found in stack.call("POST", "/flow_runs/filter", **wanted).json()))
 
 
 def test_when_the_worker_dies_too_the_automation_ends_the_run(stack: Stack) -> None:
@@ -111,15 +112,15 @@ def test_when_the_worker_dies_too_the_automation_ends_the_run(stack: Stack) -> N
     """
     flow_run_id = stack.start("zombie", prompts=stack.long(1200))
     pid = stack.pid(flow_run_id)
-    until(lambda: heartbeats(stack, flow_run_id) >= 1, 120)
+    stack.until(flow_run_id, lambda: heartbeats(stack, flow_run_id) >= 1)
     worker = next(parent for parent in psutil.Process(pid).parents() if "worker" in parent.cmdline())
     os.kill(worker.pid, signal.SIGKILL)
     os.kill(pid, signal.SIGKILL)
-    flow_run = stack.wait_state(flow_run_id, "CRASHED", seconds=300)
+    flow_run = stack.wait_state(flow_run_id, "CRASHED")
     assert "zombie" in flow_run["state"]["message"]
     stack.retry(flow_run_id)  # nothing the dead left locked stands in the way of the worker that took its place
-    until(lambda: stack.flow_run(flow_run_id)["state"]["type"] == "RUNNING" and stack.pid(flow_run_id) != pid, 180)
-    until(lambda: int((stack.runs / "zombie" / ".lock").read_text() or 0) not in (0, pid), 120)
+    stack.pid(flow_run_id, other_than=pid)
+    stack.until(flow_run_id, lambda: int((stack.runs / "zombie" / ".lock").read_text() or 0) not in (0, pid))
     stack.cancel(flow_run_id)
 
 

@@ -108,12 +108,12 @@ def served(engine: FakeEngine) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 240
     while not server.started and time.monotonic() < deadline:
         time.sleep(0.01)
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     server.should_exit = True
-    thread.join(timeout=20)
+    thread.join(timeout=240)
 
 
 @pytest.fixture(scope="session")
