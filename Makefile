@@ -12,10 +12,11 @@ export DO_NOT_TRACK := 1
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup test lint demo soak engines check-engines test-engines test-e2e lock wheel help
+.PHONY: setup test lint demo up down soak engines check-engines test-engines test-e2e lock wheel help
 
 help:
 	@echo "make demo [PRESET=quick|default|full] [RUN=DIR]  train and benchmark a real draft on this machine"
+	@echo "make up | down                                   Prefect with a worker and everything registered, and its end"
 	@echo "make test                                        the tests (about 3 minutes on two cores)"
 	@echo "make lint                                        ruff and mypy"
 	@echo "make soak | test-engines | test-e2e              the long counts, real SGLang and vLLM, Prefect with a browser"
@@ -45,6 +46,12 @@ lint: $(READY)
 demo: $(READY)
 	$(BIN)/eyas run --config deployments/presets/local-smollm2-$(PRESET).yaml --run $(RUN)
 	$(BIN)/eyas report --run $(RUN) --open
+
+up: $(READY)
+	$(BIN)/python -m deployments up
+
+down: $(READY)
+	$(BIN)/python -m deployments down
 
 soak: $(READY)
 	$(BIN)/python -m pytest tests -m soak
