@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from eyas.config import RunConfig, apply_override, load_config, parse_config
-from eyas.errors import ConfigError
+from eyas.errors import ConfigError, EyasError
 from eyas.files import read_json, write_json
 from eyas.operate.keys import server_api_key
 from eyas.operate.phases import PHASES, Phase, require_earlier, require_finished
@@ -54,6 +54,8 @@ def run_verb(options: argparse.Namespace, api_key: str) -> int:
             except KeyboardInterrupt:
                 screen.say(f"ending the run, within {FLOW_GRACE_S:.0f} s; Ctrl-C again ends it at once")
                 raise
+    if code < 0:
+        raise EyasError(f"the run's process was killed by signal {-code} (log {log}); run the same command again to continue")
     if code == 0:
         print(f"report: {run.root / 'report.html'}")
     return code
