@@ -1,8 +1,8 @@
 """What later phases do while generation runs, where the rule of `eyas.operate.overlap` lets them.
 
 Datasets that are complete are extracted at once, in the same tasks that phase 4 would start (which then finds them
-cached), and the first replies rehearse everything that follows. Nothing here can fail the run: what goes wrong
-is told, and phase 4 does the work again in its own time.
+cached), the first replies rehearse everything that follows, and some more of them give the learning curve. Nothing
+here can fail the run: what goes wrong is told, and phase 4 does the work again in its own time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from contextlib import asynccontextmanager
 from prefect.artifacts import acreate_markdown_artifact
 
 from eyas.manifest import Manifest
+from eyas.operate.curve_result import RESULT as CURVE
+from eyas.operate.curve_result import advice
+from eyas.operate.learning_curve import needed_replies
 from eyas.operate.messages import read_progress
 from eyas.operate.overlap import may_overlap
 from eyas.operate.rehearsal import RECORDS, RESULT
@@ -23,7 +26,7 @@ from flows.phases import Job, extract_dataset
 from tasks.caching import run_task
 from tasks.events import emit
 from tasks.publish import artifact_key
-from tasks.rehearse import rehearse_phases
+from tasks.rehearse import measure_learning_curve, rehearse_phases
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ async def early_work(job: Job) -> AsyncIterator[OnDataset]:
         yield lambda name, manifest: None
         return
     one_at_a_time, is_over = asyncio.Lock(), asyncio.Event()
-    works = [asyncio.create_task(_rehearse(job, is_over))]
+    works = [asyncio.create_task(_first_replies(job, is_over))]
 
     def on_dataset(name: str, manifest: Manifest) -> None:
         works.append(asyncio.create_task(_extract(job, name, manifest, one_at_a_time)))
@@ -62,15 +65,37 @@ async def _extract(job: Job, name: str, manifest: Manifest, one_at_a_time: async
             logger.warning("early extraction failed dataset=%s error=%s", name, error)
 
 
-async def _rehearse(job: Job, is_over: asyncio.Event) -> None:
-    """Wait for the first replies, then rehearse once; nothing if generation is over before."""
-    if (job.run.root / RESULT).is_file():
-        return
-    while sum(message.done for message in await asyncio.to_thread(read_progress, job.run.progress, "generate")) < RECORDS:
+async def _first_replies(job: Job, is_over: asyncio.Event) -> None:
+    """Rehearse once, then measure the learning curve once, each as soon as there are replies enough."""
+    if not (job.run.root / RESULT).is_file() and await _replies(job, RECORDS, is_over):
+        await _rehearse(job)
+    if job.config.operate.learning_curve_share and not (job.run.root / CURVE).is_file():
+        await _learn(job, is_over)
+
+
+async def _replies(job: Job, count: int, is_over: asyncio.Event) -> bool:
+    """Wait until `count` replies are there; False if generation is over before."""
+    while sum(message.done for message in await asyncio.to_thread(read_progress, job.run.progress, "generate")) < count:
         if is_over.is_set():
-            return
+            return False
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(is_over.wait(), POLL_S)
+    return True
+
+
+async def _learn(job: Job, is_over: asyncio.Event) -> None:
+    try:
+        if not await _replies(job, await asyncio.to_thread(needed_replies, job.run, job.config), is_over):
+            return
+        result = await run_task(measure_learning_curve, **job.shared)
+    except Exception as error:  # a run does without it
+        logger.warning("no learning curve run=%s error=%s", job.run.root, error)
+        return
+    await asyncio.to_thread(job.keeper.refresh)
+    emit("learning curve", job.run.root, advice(result))
+
+
+async def _rehearse(job: Job) -> None:
     try:
         result = await run_task(rehearse_phases, **job.shared)
     except Exception as error:
@@ -78,4 +103,6 @@ async def _rehearse(job: Job, is_over: asyncio.Event) -> None:
         return
     seconds = ", ".join(f"{name} {value:.1f} s" for name, value in result["seconds"].items())
     text = f"The phases after generation went through on the first {sum(result['records'].values())} replies: {seconds}."
+    if baseline := result.get("baseline"):
+        text += f" The baseline draft reaches accept length {baseline['accept_length']:.2f}."
     await acreate_markdown_artifact(text, key=artifact_key(job.run.root.name, "rehearsal"), description=text)

@@ -1,4 +1,4 @@
-"""The rehearsal of the later phases on the first replies, as a task."""
+"""What the first replies tell of the phases to come: the rehearsal and the learning curve, as tasks."""
 
 from __future__ import annotations
 
@@ -17,3 +17,11 @@ def rehearse_phases(run: Path, config: RunConfig) -> dict[str, Any]:
     from eyas.operate.rehearsal import rehearse
 
     return rehearse(RunFolder(run), config)
+
+
+@task(name="learning curve", task_run_name="learning curve")
+def measure_learning_curve(run: Path, config: RunConfig) -> dict[str, Any]:
+    """Train on the first replies and say what the rest will buy; tried once, and a later run continues it."""
+    from eyas.operate.learning_curve import learning_curve
+
+    return learning_curve(RunFolder(run), config)

@@ -65,6 +65,7 @@ class LossResult:
     kept: torch.Tensor  # [S]: rows in the loss
     supervised: torch.Tensor  # [S]: rows in the acceptance figures
     hits: torch.Tensor  # [S]: rows where the draft's argmax is the target's; −1 where not asked for
+    columns: torch.Tensor  # [4, S, M]: cross-entropy of kept rows, whether kept, hit, and counted for hits, by column
 
 
 def target_argmax(final: torch.Tensor, lm_head: torch.Tensor, *, is_exact: bool = False) -> torch.Tensor:
@@ -111,7 +112,7 @@ def unrolled_loss(
     their full-vocabulary argmax, `step_weights` [S] the weight of a row of each step, global normalisation included.
     """
     kept = kept_rows(supervised, argmax, rows)
-    loss, step_loss, hits = _FusedLoss.apply(  # type: ignore[no-untyped-call]
+    loss, row_loss, row_hits = _FusedLoss.apply(  # type: ignore[no-untyped-call]
         _shift(normed),
         head,
         labels,
@@ -123,13 +124,26 @@ def unrolled_loss(
         wants_hits,
         objective,
     )
-    return LossResult(loss=loss, step_loss=step_loss, kept=kept.sum(1), supervised=supervised.sum(1), hits=hits)
+    counted = supervised if wants_hits else torch.zeros_like(supervised)
+    return LossResult(
+        loss=loss,
+        step_loss=row_loss.sum(1),
+        kept=kept.sum(1),
+        supervised=supervised.sum(1),
+        hits=row_hits.sum(1) if wants_hits else torch.full((len(kept),), -1, device=kept.device),
+        columns=torch.stack([_unshift(row_loss), *(mask.to(row_loss.dtype) for mask in (kept, _unshift(row_hits), counted))]),
+    )
 
 
 def _shift(x: torch.Tensor) -> torch.Tensor:
     """Move step i of [S, M, …] down by i rows, so that it stands at its label row; what falls off is never supervised."""
     num_rows = x.shape[1]
     return torch.stack([torch.cat([torch.zeros_like(x[i, :i]), x[i, : max(num_rows - i, 0)]]) for i in range(len(x))])
+
+
+def _unshift(x: torch.Tensor) -> torch.Tensor:
+    """Move step i of [S, M] back up by i rows, from its label row to its column."""
+    return torch.stack([torch.cat([x[i, i:], torch.zeros_like(x[i, : min(i, x.shape[1])])]) for i in range(len(x))])
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -152,7 +166,7 @@ class _FusedLoss(torch.autograd.Function):
         needs_grad = any(ctx.needs_input_grad)
         row_weights = kept.to(wide) * step_weights.to(wide).unsqueeze(1)  # [S, M]
         losses = torch.zeros(num_steps, num_rows, dtype=wide, device=z.device)
-        hits = torch.full((num_steps,), 0 if wants_hits else -1, device=z.device)
+        hits = torch.zeros(num_steps, num_rows, dtype=torch.bool, device=z.device)
         grad_z = torch.empty_like(z if needs_grad else z[:0])
         grad_head = torch.zeros_like(head if needs_grad else head[:0], dtype=wide)
         chunk, block = max(1, CHUNK_ROWS // num_steps), max(1, BLOCK_ROWS // num_steps)
@@ -162,7 +176,7 @@ class _FusedLoss(torch.autograd.Function):
             flat = z[:, part].reshape(-1, hidden_size)  # [S · C, H]
             logits = F.linear(flat, head).view(num_steps, -1, len(head))  # [S, C, D]
             if wants_hits:
-                hits += ((logits.argmax(-1) == label_ids[part]) & supervised[:, part]).sum(1)
+                hits[:, part] = (logits.argmax(-1) == label_ids[part]) & supervised[:, part]
             for first in range(0, logits.shape[1], block):  # elementwise work in pieces that stay in the cache
                 rows = slice(first, first + block)
                 p = target_logits[rows].softmax(-1, dtype=wide)
@@ -175,9 +189,9 @@ class _FusedLoss(torch.autograd.Function):
                 grad_head += flat_grad.T @ flat
         if needs_grad:
             ctx.save_for_backward(grad_z, grad_head.to(head.dtype))
-        step_loss = (losses * kept).sum(1)
-        ctx.mark_non_differentiable(step_loss, hits)
-        return (losses * row_weights).sum(), step_loss, hits
+        row_loss = losses * kept
+        ctx.mark_non_differentiable(row_loss, hits)
+        return (losses * row_weights).sum(), row_loss, hits
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

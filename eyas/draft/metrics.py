@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from eyas.draft.config import DraftConfig
+from eyas.draft.data import Batch
+from eyas.draft.loss import LossResult
 from eyas.errors import ConfigError
 from eyas.files import json_line, write_bytes
 
@@ -64,13 +67,20 @@ class Metrics:
 
 
 class Window:
-    """Sums over the steps between two lines of metrics."""
+    """Sums over the steps between two lines of metrics, and per dataset over this process's batches."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
+        self.datasets: defaultdict[str, Any] = defaultdict(int)
 
     def add(self, step: dict[str, Any]) -> None:
         self.steps.append(step)
+
+    def add_datasets(self, results: Iterable[tuple[Batch, LossResult]]) -> None:
+        """Add each record's sums, [4, S] as in `LossResult.columns`, to its dataset."""
+        for batch, result in results:
+            for dataset, segment in zip(batch.datasets, batch.segments, strict=True):
+                self.datasets[dataset] += result.columns[:, :, segment.query_start : segment.query_end].sum(-1)
 
     def figures(self) -> dict[str, Any]:
         """Loss, cross-entropy and accuracy per unroll step, gradient norm, rates and counts over the window."""
@@ -91,6 +101,20 @@ class Window:
         if counted:
             figures["step_accuracy"] = _ratios(sum(step["hits"] for step in counted), sum(step["supervised"] for step in counted))
         return figures
+
+
+def dataset_figures(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, dict[str, Any]]:
+    """Cross-entropy and accuracy per unroll step of each dataset, from the sums of every process; `kept` rows at step 0."""
+    sums: dict[str, Any] = defaultdict(int)
+    for part in parts:
+        for name, value in part.items():
+            sums[name] += value.double()
+    figures = {}
+    for name, (loss, kept, hits, counted) in sorted(sums.items()):
+        figures[name] = {"step_loss": _ratios(loss, kept), "kept": int(kept[0])}
+        if int(counted[0]):
+            figures[name]["step_accuracy"] = _ratios(hits, counted)
+    return figures
 
 
 def _ratios(sums: torch.Tensor, counts: torch.Tensor) -> list[float]:

@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = parse_config(raw["config"], where=str(run.run_json))
         if "RANK" not in os.environ and config.draft.processes * config.draft.hosts > 1:
             return launch(run.root, config.draft)
-        stopped = _stop_signals()
+        stopped = stop_signals()
         with joined() as world:
             train(run, config, recorder(run.progress), should_stop=lambda: bool(stopped), world=world)
     except EyasError as error:
@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _stop_signals() -> list[int]:
+def stop_signals() -> list[int]:
     """Signals received from now on that ask to stop."""
     stopped: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -28,7 +28,7 @@ from eyas.draft.corpus import Corpus, read_ahead
 from eyas.draft.data import Batch
 from eyas.draft.initial import continue_from, initialise
 from eyas.draft.loss import LossResult, TargetRows, kept_rows, unrolled_loss
-from eyas.draft.metrics import Metrics, Window
+from eyas.draft.metrics import Metrics, Window, dataset_figures
 from eyas.draft.model import Draft, rms_norm
 from eyas.draft.optimizer import MasterAdamW, learning_rate, num_micro_steps
 from eyas.draft.replay import ReplayCounts, ReplayResult, replay
@@ -137,11 +137,14 @@ class Trainer:
                 if int(self.world.sum(torch.tensor(int(should_stop()), device=self.world.device))):
                     self._save(is_best=False)
                     return False
-                window.add(self._step(group))
+                window.add(self._step(group, window))
                 state.seconds = seconds_before + time.monotonic() - started
                 is_last = state.step >= self.total_steps
                 if state.step % config.log_every == 0 or is_last:
                     figures = window.figures()
+                    figures["per_dataset"] = dataset_figures(
+                        self.world.gather({name: sums.cpu() for name, sums in window.datasets.items()})
+                    )
                     remaining_s = round((self.total_steps - state.step) * state.seconds / state.step, 1)
                     self._write_metrics({"kind": "train", **figures, "skipped": dict(state.skipped), "remaining_s": remaining_s})
                     shown = {name: figures[name] for name in ("loss", "positions_per_s")}
@@ -201,7 +204,7 @@ class Trainer:
 
     # one optimizer step
 
-    def _step(self, group: _Group) -> dict[str, Any]:
+    def _step(self, group: _Group, window: Window) -> dict[str, Any]:
         config, state, device = self.config, self.state, self.world.device
         begun = time.monotonic()
         none = torch.zeros(config.num_unroll_steps, dtype=torch.int64, device=device)
@@ -211,6 +214,7 @@ class Trainer:
         wants_hits = state.step % HIT_EVERY == 0
         teaching = [item for item, rows in zip(group.batches, kept_here, strict=True) if rows[0]]
         results = [self.optimizer.run(partial(self._loss, *item, weights, wants_hits)) for item in teaching]
+        window.add_datasets(zip((batch for batch, _ in teaching), results, strict=True))
         if self.optimizer.wants_equal_steps:
             for _ in range(num_micro_steps(config, self.world) - len(teaching)):
                 self.optimizer.run(partial(self._loss, *group.spare, 0 * weights, False))

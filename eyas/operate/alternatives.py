@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from eyas.config import RunConfig
@@ -17,12 +18,16 @@ SMALLER_CODECS: tuple[CodecName, ...] = ("int4", "int4_top")
 
 
 def alternatives(
-    config: RunConfig, sizes: TargetSizes, counted: Volumes, statuses: dict[Phase, PhaseStatus]
+    config: RunConfig,
+    sizes: TargetSizes,
+    counted: Volumes,
+    statuses: dict[Phase, PhaseStatus],
+    curve: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """All prompts, subsets, a lower cap, smaller states, more servers: what each holds and costs in hours, GPU-hours and
-    disk; None: unknown."""
+    disk, and the accept length that the learning curve `curve` expects of it; None: unknown."""
     base = forecast(config, sizes, counted, statuses)
-    rows = [_row("all prompts, as configured", "", counted, base, config)]
+    rows = [_row("all prompts, as configured", "", counted, base, config) | _expected(curve, 1.0)]
     for share in SUBSETS:
         account = counted.scaled(share)
         outlook = _instead(base, config, sizes, counted, account, statuses)
@@ -30,6 +35,7 @@ def alternatives(
             _row(
                 f"{share:.0%} of every dataset", f"prompts.subsample={config.prompts.subsample * share:g}", account, outlook, config
             )
+            | _expected(curve, share)
         )
     caps = [min(item.max_new_tokens, config.generation.max_new_tokens or item.max_new_tokens) for item in config.prompts.datasets]
     if caps:
@@ -43,8 +49,17 @@ def alternatives(
     if config.server.kind == "sglang":
         num_servers = len(config.server.urls)
         outlook = _instead(base, config, sizes, counted, counted, statuses, speed=2.0)
-        rows.append(_row(f"{2 * num_servers} servers instead of {num_servers}", "server.urls", counted, outlook, config))
+        row = _row(f"{2 * num_servers} servers instead of {num_servers}", "server.urls", counted, outlook, config)
+        rows.append(row | _expected(curve, 1.0))
     return rows
+
+
+def _expected(curve: Mapping[str, Any] | None, share: float) -> dict[str, Any]:
+    """Accept length with `share` of the records, its 80 % interval and what is lost against all: from the learning curve."""
+    found = next((row for row in (curve or {}).get("predictions", []) if row["share"] == share), None)
+    if found is None:
+        return {}
+    return {"accept_length": [found["accept_length"], found["low"], found["high"]], "accept_length_lost": found["rest_buys"]}
 
 
 def _instead(
@@ -94,4 +109,6 @@ def _row(name: str, setting: str, account: Volumes, outlook: Forecast, config: R
         "hours": outlook.hours,
         "gpu_hours": outlook.hours * num_gpus if outlook.hours is not None and num_gpus else None,
         "disk_bytes": outlook.disk_bytes_to_write if outlook.is_known else None,
+        "accept_length": None,
+        "accept_length_lost": None,
     }

@@ -86,6 +86,13 @@ def make_parser() -> argparse.ArgumentParser:
     engine.add_argument("--draft", type=Path, help="folder of an exported draft to speculate with")
     engine.add_argument("--port", type=int, help="port on loopback; default: server.engine.port, or a free one")
     _configured(verbs, "plan", "bring the plan up to date and print it: phases, forecast, alternatives")
+    curve = _configured(verbs, "learning-curve", "train on a part of the replies and say what the rest will buy, with an interval")
+    curve.add_argument(
+        "--share",
+        type=float,
+        metavar="X",
+        help="of the training records (default: operate.learning_curve_share), above 0, at most 1",
+    )
     adopt = _configured(verbs, "adopt", "take up responses that another script has written: audit them, keep what is right")
     adopt.add_argument("--dataset", required=True, help="dataset whose prompts they answer")
     adopt.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON Lines with prompt ids, output ids, finish reason")

@@ -55,6 +55,12 @@ class OperateConfig(Settings):
         default="auto",
         description="Whether later phases work while replies are generated; auto does so where they have processors of their own.",
     )
+    learning_curve_share: float = Field(
+        default=0.12,
+        ge=0,
+        le=1,
+        description="Share of the training records that a learning curve is measured on while replies are generated; 0 makes none.",
+    )
     decision: Literal["accept", "ask"] = Field(
         default="accept", description="accept goes on with the plan; ask waits for a person."
     )

@@ -77,7 +77,7 @@ def run_pipeline(
     done: dict[str, Any] = {}
     with exclusive(run.root / ".lock", f"run {run.root}"):
         keeper = PlanKeeper(run, config)
-        work = _Work(run, config, api_key, say, _both(recorder(run.progress), _both(report, keeper.on_progress)))
+        work = _Work(run, config, api_key, say, both(recorder(run.progress), both(report, keeper.on_progress)))
         for phase in [phase for phase in PHASES if phase in phases]:
             if phase == "generate":
                 decide(keeper, config, ask)
@@ -183,14 +183,21 @@ def train_in_child(run: RunFolder, *, report: Report = silent) -> None:
 
     The child ends with us. Raises the family of its exit code, with the last line of its log.
     """
-    log = run.logs / "train.log"
-    pass_on = follow_progress(run.progress, report, stage="train")
-    with child_process([sys.executable, "-m", "eyas.draft.train", "--run", str(run.root)], log=log) as process:
-        code = wait_for(process, pass_on)
+    look = follow_progress(run.progress, report, stage="train")
+    in_child(["-m", "eyas.draft.train", "--run", str(run.root)], log=run.logs / "train.log", look=look, what="training")
+
+
+def in_child(arguments: Sequence[str], *, log: Path, look: Callable[[], None], what: str) -> None:
+    """Run Python with `arguments` to its end, its output in `log`, with `look` called now and then; the child ends with us.
+
+    Raises the family of its exit code, with the last line of its log.
+    """
+    with child_process([sys.executable, *arguments], log=log) as process:
+        code = wait_for(process, look)
     if code:
         family = {2: ConfigError, 3: TooManyRejects}.get(code, TrainingFailed)
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}: {last_lines(log) or 'no output'}"
-        raise family(f"training {how} (log {log}); run the same command again to continue from the last checkpoint")
+        raise family(f"{what} {how} (log {log}); run the same command again to continue from the last checkpoint")
 
 
 class TrainingFailed(EyasError):
@@ -208,7 +215,9 @@ def installed_packages() -> dict[str, str]:
     return versions
 
 
-def _both(first: Report, second: Report) -> Report:
+def both(first: Report, second: Report) -> Report:
+    """A listener that passes on to two."""
+
     def listen(progress: Progress) -> None:
         first(progress)
         second(progress)

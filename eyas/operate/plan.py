@@ -13,6 +13,7 @@ import shutil
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from eyas.config import RunConfig
@@ -20,6 +21,7 @@ from eyas.errors import ConfigError, EyasError
 from eyas.files import read_json, write_bytes, write_json
 from eyas.manifest import now
 from eyas.operate.alternatives import alternatives
+from eyas.operate.curve_result import advice, read_curve
 from eyas.operate.forecast import Forecast, PhaseForecast, TargetSizes, forecast, sizes_of
 from eyas.operate.phases import TITLES, Phase
 from eyas.operate.status import PhaseStatus, RunStatus, read_status, work_of
@@ -85,7 +87,7 @@ class PlanKeeper:
         with self._lock:
             self._written_s = time.monotonic()
             status = read_status(self._run.root, work=self._work)
-            plan = make_plan(status, self._config, self._sizes, volumes(self._run, self._config))
+            plan = make_plan(status, self._config, self._sizes, volumes(self._run, self._config), read_curve(self._run))
             for item in plan["phases"]:
                 item["work"] = self._work.get(item["phase"], {})
             plan["decisions"] = self._decisions
@@ -99,8 +101,10 @@ class PlanKeeper:
         self.refresh()
 
 
-def make_plan(status: RunStatus, config: RunConfig, sizes: TargetSizes, counted: Volumes) -> dict[str, Any]:
-    """The plan as plain data; `priority` 1 is what is worked on or comes next."""
+def make_plan(
+    status: RunStatus, config: RunConfig, sizes: TargetSizes, counted: Volumes, curve: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The plan as plain data; `priority` 1 is what is worked on or comes next. `curve` is the learning curve, once there is one."""
     statuses = {phase.phase: phase for phase in status.phases}
     outlook = forecast(config, sizes, counted, statuses)
     unfinished = [phase.phase for phase in status.phases if phase.state != "done"]
@@ -114,7 +118,8 @@ def make_plan(status: RunStatus, config: RunConfig, sizes: TargetSizes, counted:
             for item in outlook.phases
         ],
         "forecast": outlook.model_dump(exclude={"phases"}) | {"disk_free_bytes": status.disk["free_bytes"]},
-        "alternatives": [] if statuses["generate"].state == "done" else alternatives(config, sizes, counted, statuses),
+        "alternatives": [] if statuses["generate"].state == "done" else alternatives(config, sizes, counted, statuses, curve),
+        "learning_curve": advice(curve) if curve else None,
     }
 
 
@@ -173,8 +178,8 @@ def render_plan(plan: dict[str, Any]) -> str:
             "",
             "## Alternatives",
             "",
-            "| what | set | prompts | reply tokens | time | GPU-hours | disk |",
-            "|---|---|---|---|---|---|---|",
+            "| what | set | prompts | reply tokens | time | GPU-hours | disk | accept length (80 %) | lost against all |",
+            "|---|---|---|---|---|---|---|---|---|",
         ]
         for row in plan["alternatives"]:
             cells = [
@@ -185,8 +190,12 @@ def render_plan(plan: dict[str, Any]) -> str:
                 "unknown" if row["hours"] is None else duration(row["hours"] * 3600),
                 "" if row["gpu_hours"] is None else f"{row['gpu_hours']:,.1f}",
                 "unknown" if row["disk_bytes"] is None else size(row["disk_bytes"]),
+                "" if row["accept_length"] is None else "{:.2f} ({:.2f}–{:.2f})".format(*row["accept_length"]),
+                f"{row['accept_length_lost']:.2f}" if row["accept_length_lost"] else "",
             ]
             lines.append("| " + " | ".join(cells) + " |")
+    if plan["learning_curve"]:
+        lines += ["", "## Learning curve", "", f"{plan['learning_curve'][0].upper()}{plan['learning_curve'][1:]}."]
     if plan["decisions"]:
         lines += ["", "## Decisions", ""]
         lines += [f"- {item['at']} {item['who']}: **{item['what']}** ({item['why']})" for item in plan["decisions"]]

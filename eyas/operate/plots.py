@@ -98,10 +98,12 @@ def length_histograms(found: dict[str, Lengths]) -> str:
 
 def training_curves(rows: list[dict[str, Any]], replays: list[dict[str, Any]]) -> str:
     """Loss per unroll step, share of right tokens per unroll step, and the held-out accept length, over optimizer steps."""
-    with _drawing("training", 9.6, 2.9) as (figure, output):
-        loss, accuracy, accept = figure.subplots(1, 3)
+    with _drawing("training", 12.4, 2.9) as (figure, output):
+        loss, per_dataset, accuracy, accept = figure.subplots(1, 4)
         _step_lines(loss, rows, "step_loss")
         loss.set_title("loss per unroll step")
+        _dataset_lines(per_dataset, rows)
+        per_dataset.set_title("loss per dataset, step 0")
         _step_lines(accuracy, rows, "step_accuracy")
         accuracy.set_title("share of right tokens, training")
         accuracy.set_ylim(bottom=0)
@@ -128,10 +130,51 @@ def training_curves(rows: list[dict[str, Any]], replays: list[dict[str, Any]]) -
                 accept.plot([], [], color=GRID, label="each dataset")
             accept.legend(loc="lower right")
         accept.set_title("accept length, held-out replay")
-        for axis in (loss, accuracy, accept):
+        for axis in (loss, per_dataset, accuracy, accept):
             axis.set_xlabel("optimizer step")
             axis.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
             axis.margins(y=0.12)
+    return output[0]
+
+
+def learning_curve(result: dict[str, Any], reached: tuple[int, float] | None) -> str:
+    """Accept length over training records: measured, expected with its 80 % interval, and what a finished training reached."""
+    with _drawing("learning-curve", 7.2, 3.0) as (figure, output):
+        axis = figure.subplots()
+        rows = result["predictions"]
+        records = [row["records"] for row in rows]
+        axis.fill_between(
+            records,
+            [row["low"] for row in rows],
+            [row["high"] for row in rows],
+            color=SERIES[0],
+            alpha=0.15,
+            linewidth=0,
+            label="80 %",
+        )
+        axis.plot(records, [row["accept_length"] for row in rows], color=SERIES[0], label="expected")
+        most = {point["records"]: point["steps"] for point in result["points"]}
+        for number, is_full in enumerate((True, False)):
+            points = [point for point in result["points"] if (point["steps"] == most[point["records"]]) == is_full]
+            axis.errorbar(
+                [point["records"] for point in points],
+                [point["accept_length"] for point in points],
+                yerr=[point["error"] for point in points],
+                fmt="o" if is_full else "v",
+                color=SERIES[number],
+                markersize=4,
+                linewidth=1,
+                label="measured, all steps" if is_full else "measured, fewer steps",
+            )
+        axis.axvline(result["total_records"], color=GRID, linewidth=1.2, linestyle="--")
+        if reached is not None:
+            axis.plot(*reached, "d", color=SERIES[2], markersize=6, label="reached")
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter(FuncFormatter(_thousands))
+        axis.xaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+        axis.set_xlabel("training records")
+        axis.set_title("accept length, held-out replay")
+        axis.legend(loc="lower right", ncols=2)
     return output[0]
 
 
@@ -202,6 +245,24 @@ def _step_lines(axis: Any, rows: list[dict[str, Any]], key: str) -> None:
         axis.plot(*zip(*points, strict=True), color=SERIES[step % 8], label=f"step {step}", marker="o" if len(points) < 3 else None)
     if kept:
         axis.legend(ncols=2, loc="best")
+
+
+def _dataset_lines(axis: Any, rows: list[dict[str, Any]]) -> None:
+    """Step 0's loss of each dataset, as the mean of up to 60 equal spans: single lines hold few records of one dataset."""
+    names = sorted({name for row in rows for name in row.get("per_dataset", {})})
+    span = max(1, -(-len(rows) // 60))
+    for number, name in enumerate(names):
+        points = []
+        for start in range(0, len(rows), span):
+            found = [row["per_dataset"][name] for row in rows[start : start + span] if name in row.get("per_dataset", {})]
+            kept = sum(item["kept"] for item in found)
+            if kept:
+                mean = sum(item["step_loss"][0] * item["kept"] for item in found) / kept
+                points.append((rows[min(start + span, len(rows)) - 1]["step"], mean))
+        if points:
+            axis.plot(*zip(*points, strict=True), color=SERIES[number % 8], label=name, marker="o" if len(points) < 3 else None)
+    if names:
+        axis.legend(loc="best", fontsize=6)
 
 
 def _thousands(value: float, _: Any) -> str:

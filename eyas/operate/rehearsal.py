@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,48 +38,56 @@ def rehearse(run: RunFolder, config: RunConfig, *, records: int = RECORDS) -> di
     """
     root = run.root / FOLDER
     shutil.rmtree(root, ignore_errors=True)
-    taken = first_replies(run, config, RunFolder(root), records=records)
-    small = small_config(config, taken)
+    share = -(-records // max(1, len(config.prompts.datasets)))
+    wanted = {dataset.name: share for dataset in config.prompts.datasets}
+    taken = first_replies(run, config, RunFolder(root), wanted=wanted, holds_out=True)
+    small = small_config(config, taken, draft={"max_steps": STEPS, "eval_every": STEPS, "eval_records": HELDOUT})
     folder = open_run(root, small)
     result: dict[str, Any] = {"at": now(), "records": taken, "seconds": {}}
     for name, step in _steps(folder, small):
         started = time.monotonic()
         step()
         result["seconds"][name] = round(time.monotonic() - started, 2)
+    if config.draft.baseline:
+        result["baseline"] = _baseline(folder, config)
     result["export_bytes"] = sum(path.stat().st_size for path in folder.export.glob("*") if path.is_file())
     write_json(run.root / RESULT, result)
     shutil.rmtree(root)
     return result
 
 
-def small_config(config: RunConfig, datasets: dict[str, int]) -> RunConfig:
-    """The run's config on the datasets that have replies, with as little training as still goes through every step of it."""
+def small_config(config: RunConfig, datasets: Mapping[str, int], *, draft: Mapping[str, Any]) -> RunConfig:
+    """The run's config on the datasets that have replies, with other settings of the `draft`."""
     raw = config.model_dump(mode="json")
     raw["prompts"]["datasets"] = [item for item in raw["prompts"]["datasets"] if item["name"] in datasets]
     raw["merging"]["mixture"] = {name: weight for name, weight in raw["merging"]["mixture"].items() if name in datasets}
-    raw["draft"] |= {"max_steps": STEPS, "eval_every": STEPS, "eval_records": HELDOUT}
+    raw["draft"] |= draft
     raw["hidden"]["probe_records"] = min(raw["hidden"]["probe_records"], HELDOUT)
     return RunConfig.model_validate(raw)
 
 
-def first_replies(run: RunFolder, config: RunConfig, to: RunFolder, *, records: int) -> dict[str, int]:
-    """Write the first accepted replies as finished responses of `to`; the number of each dataset that has any.
+def first_replies(
+    run: RunFolder, config: RunConfig, to: RunFolder, *, wanted: Mapping[str, int], holds_out: bool
+) -> dict[str, int]:
+    """Write the first `wanted` accepted replies of each dataset as finished responses of `to`; how many of each that has any.
 
-    The last few are held out whatever their split, so that replays are gone through, too. Raises `ArtifactError` if there are none.
+    With `holds_out` a few are held out whatever their split, so that replays are gone through even where no held-out reply
+    is there yet; otherwise each keeps its split. Raises `ArtifactError` if there are none.
     """
-    share = -(-records // max(1, len(config.prompts.datasets)))
     taken: dict[str, int] = {}
     for dataset in config.prompts.datasets:
-        entries = {entry["id"]: entry for entry in _accepted(run.responses(dataset.name), share)}
+        entries = {entry["id"]: entry for entry in _accepted(run.responses(dataset.name), wanted[dataset.name])}
         if not entries:
             continue
         table = PromptTable(run.prompts(dataset.name) / PROMPTS_NAME)
         prompts = [prompt for prompt in table.rows() if prompt.id in entries]
-        heldout = min(len(prompts) // 2, HELDOUT)
-        _write(to.responses(dataset.name), dataset.name, [(_split(p, n < heldout), entries[p.id]) for n, p in enumerate(prompts)])
+        if holds_out:
+            heldout = min(len(prompts) // 2, HELDOUT)
+            prompts = [_split(prompt, number < heldout) for number, prompt in enumerate(prompts)]
+        _write(to.responses(dataset.name), dataset.name, [(prompt, entries[prompt.id]) for prompt in prompts])
         taken[dataset.name] = len(prompts)
     if not taken:
-        raise ArtifactError(f"{run.root / 'responses'} holds no accepted reply yet; a rehearsal needs the first {records}")
+        raise ArtifactError(f"{run.root / 'responses'} holds no accepted reply yet; wait for the first {sum(wanted.values())}")
     return taken
 
 
@@ -113,6 +121,15 @@ def _write(folder: Path, dataset: str, rows: list[tuple[Prompt, dict[str, Any]]]
         counts=Counts.of(done=len(rows)),
         files=file_entries(folder, [TOKENIZED_NAME, REJECTS_NAME]),
     ).write(folder)
+
+
+def _baseline(run: RunFolder, config: RunConfig) -> dict[str, Any] | None:
+    """What the draft to beat does on the replies that were held out here: known before the long phases."""
+    from eyas.draft.baseline import replay_baseline
+    from eyas.draft.corpus import Corpus
+    from eyas.target.spec import load_target
+
+    return replay_baseline(run, config, load_target(config.target), Corpus.open(run))
 
 
 def _steps(run: RunFolder, config: RunConfig) -> list[tuple[str, Callable[[], object]]]:

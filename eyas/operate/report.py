@@ -17,6 +17,7 @@ from eyas.errors import ArtifactError
 from eyas.files import read_json, write_bytes
 from eyas.manifest import Manifest, load_manifest
 from eyas.operate import plots, series
+from eyas.operate.curve_result import advice, read_curve
 from eyas.operate.phases import PHASES, TITLES, Phase, phase_folders
 from eyas.operate.status import RunStatus, read_status
 from eyas.operate.wording import duration, number, size
@@ -33,7 +34,13 @@ def write_report(run: RunFolder) -> tuple[Path, Path]:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "duration": duration, "size": size, "percent": lambda share: f"{share:.1%}"}
+    environment.filters |= {
+        "number": number,
+        "duration": duration,
+        "size": size,
+        "percent": lambda share: f"{share:.1%}",
+        "advice": advice,
+    }
     written = []
     for name in ("report.md", "report.html"):
         path = run.root / name
@@ -62,6 +69,9 @@ def gather(run: RunFolder) -> dict[str, Any]:
         "datasets": [_dataset(run, name) for name in names if _manifest(run.prompts(name)) or _manifest(run.responses(name))],
         "rejects": _rejects(run, names),
         "training": _training(run, rows, replays),
+        "learning_curve": read_curve(run),
+        "diagnosis": _diagnosis(run),
+        "rehearsal": _optional(run.root / "rehearsal.json"),
         "results": results or None,
         "accept_rows": _accept_rows(results),
         "export": str(run.export) if (run.export / "config.json").is_file() else "",
@@ -83,6 +93,10 @@ def _plots(
         drawn["forecast"] = plots.forecast_curve(forecast)
     if rows or replays:
         drawn["training"] = plots.training_curves(rows, replays)
+    if curve := read_curve(run):
+        trained = _manifest(run.draft)
+        reached = (trained.counts.done, float(trained.figures["accept_length"])) if trained else None
+        drawn["learning_curve"] = plots.learning_curve(curve, reached)
     if intervals := _intervals(results):
         drawn["accept"] = plots.accept_lengths(intervals)
     return {name: Markup(svg) for name, svg in drawn.items()}  # drawn by us from numbers and escaped names
@@ -184,6 +198,14 @@ def _training(run: RunFolder, rows: list[dict[str, Any]], replays: list[dict[str
     trained = _manifest(run.draft)
     baseline = trained.figures.get("baseline") if trained else None
     return {"last": rows[-1] if rows else None, "best": best, "num_replays": len(replays), "baseline": baseline}
+
+
+def _diagnosis(run: RunFolder) -> list[dict[str, Any]]:
+    try:
+        found = read_json(run.root / "diagnosis.json")
+    except ArtifactError:
+        return []
+    return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
 
 
 def _accept_rows(results: dict[str, Any]) -> list[dict[str, Any]]:

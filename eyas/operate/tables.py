@@ -15,6 +15,8 @@ import numpy as np
 from eyas.errors import ArtifactError
 from eyas.files import read_json
 from eyas.operate import series
+from eyas.operate.curve_result import RESULT as CURVE
+from eyas.operate.curve_result import advice, read_curve
 from eyas.operate.wording import duration
 from eyas.progress import HISTORY_NAME
 from eyas.workspace import RunFolder
@@ -119,6 +121,34 @@ def training(run: RunFolder) -> Table | None:
     return Table("training", " · ".join(part for part in (said, loss) if part), rows)
 
 
+def learning_curve(run: RunFolder) -> Table | None:
+    """What was measured on the first records, and what the law through it expects of more of them."""
+    result = read_curve(run)
+    if result is None:
+        return None
+    measured = [
+        {
+            "records": p["records"],
+            "steps": p["steps"],
+            "accept length": p["accept_length"],
+            "80 %": "measured",
+            "the rest buys": None,
+        }
+        for p in result["points"]
+    ]
+    expected = [
+        {
+            "records": row["records"],
+            "steps": row["steps"],
+            "accept length": row["accept_length"],
+            "80 %": f"{row['low']:.2f}–{row['high']:.2f}",
+            "the rest buys": row["rest_buys"],
+        }
+        for row in result["predictions"]
+    ]
+    return Table("learning-curve", advice(result), measured + expected)
+
+
 def benchmark(run: RunFolder) -> Table | None:
     """Accept length per dataset and set, with interval, prediction, drafters without a model, and outputs."""
     try:
@@ -150,6 +180,7 @@ SOURCES = (
     Source(("prompts/*/manifest.json", "responses/*/manifest.json"), lengths),
     Source((f"progress/{HISTORY_NAME}",), forecast_history),
     Source(("draft/metrics.jsonl",), training),
+    Source((CURVE,), learning_curve),
     Source(("benchmark/results.json",), benchmark),
 )
 

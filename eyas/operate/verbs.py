@@ -166,6 +166,26 @@ def diagnose_verb(options: argparse.Namespace, api_key: str) -> int:
     return 0
 
 
+def learning_curve_verb(options: argparse.Namespace, api_key: str) -> int:
+    """Measure the learning curve of a run, finished or not, and print what the rest of its data will buy."""
+    from eyas.operate.curve_result import render_curve
+    from eyas.operate.learning_curve import learning_curve
+    from eyas.operate.plan import PlanKeeper
+    from eyas.operate.terminal import terminal
+
+    config = read_config(options)
+    share = config.operate.learning_curve_share if options.share is None else options.share
+    if not 0 < share <= 1:
+        raise ConfigError(f"the share of records for a learning curve is {share:g}; wanted above 0 and at most 1")
+    run = RunFolder(options.run)
+    require_finished(run, "prepare", [run.prompts(item.name) for item in config.prompts.datasets], for_what="eyas learning-curve")
+    with terminal() as screen:
+        result = learning_curve(run, config, share=share, report=screen.report)
+    PlanKeeper(run, config).refresh()
+    print(render_curve(result))
+    return 0
+
+
 def adopt_verb(options: argparse.Namespace, api_key: str) -> int:
     """Audit another script's responses and keep what passes; 3 if nothing does."""
     from eyas.generation.adopt import adopt

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from eyas.draft import attention, loss
 from eyas.draft.data import make_batch, supervised_columns
 from eyas.draft.loss import TargetRows, target_argmax, unrolled_loss
+from eyas.draft.metrics import Window, dataset_figures
 from eyas.draft.model import Draft, rms_norm
 from eyas.draft.replay import replay
 from tests.draft.reference import SlowDraft, slow_loss
@@ -32,6 +35,29 @@ def run(draft: Draft, batch, rows, lm_head, decay: float, *, wants_hits: bool = 
     return unrolled_loss(
         normed, draft.lm_head.weight, batch.labels, argmax, batch.supervised, rows, step_weights=weights, wants_hits=wants_hits
     )
+
+
+def test_figures_of_a_dataset_are_those_of_its_records_alone() -> None:
+    """Against the slow reference on each dataset's records by themselves."""
+    spec = tiny_spec()
+    draft, d2t = random_draft(spec), random_map(spec)
+    lm_head = torch.randn(spec.vocab_size, spec.hidden_size, dtype=torch.float64)
+    rows = TargetRows.of(lm_head, d2t)
+    records = [replace(random_record(spec, mask, seed), dataset="ab"[seed % 2]) for seed, mask in enumerate(MASKS)]
+    batch = make_batch(records, 3)
+    window = Window()
+    window.add_datasets([(batch, run(draft, batch, rows, lm_head, 0.8))])
+    figures = dataset_figures([window.datasets])
+    weights = {name: value.detach().clone() for name, value in draft.named_parameters()}
+    for name in "ab":
+        own = [record for record in records if record.dataset == name]
+        slow = slow_loss(SlowDraft(spec, weights, draft.embed_tokens), own, lm_head, rows.ids.tolist(), 3, 0.8)
+        assert figures[name]["kept"] == slow.kept[0]
+        assert figures[name]["step_loss"] == pytest.approx(
+            [a / b for a, b in zip(slow.step_loss, slow.kept, strict=True)], abs=1e-5
+        )
+        wanted = [a / b for a, b in zip(slow.hits, slow.supervised, strict=True)]
+        assert figures[name]["step_accuracy"] == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize("num_steps", range(1, 9))

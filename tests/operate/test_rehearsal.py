@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from eyas.config import RunConfig
+from eyas.draft import curve
 from eyas.errors import ArtifactError, EyasError
-from eyas.files import read_json
+from eyas.files import read_json, write_json
 from eyas.generation.records import journal_line
+from eyas.operate import learning_curve
 from eyas.operate.pipeline import open_run
 from eyas.operate.rehearsal import first_replies, rehearse
 from eyas.workspace import RunFolder
@@ -77,7 +79,7 @@ def test_what_would_fail_after_generation_fails_now(run: RunFolder, config: RunC
 
 def test_the_replies_are_the_journals_own_and_some_are_held_out(run: RunFolder, config: RunConfig, tmp_path: Path) -> None:
     small = RunFolder(tmp_path / "small")
-    assert first_replies(run, config, small, records=9) == {"a": 3, "b": 3}
+    assert first_replies(run, config, small, wanted=dict.fromkeys("abc", 3), holds_out=True) == {"a": 3, "b": 3}
     for dataset in ("a", "b"):
         wanted = {entry["id"]: entry for entry in journaled(run, dataset)}
         rows = tokenized_rows(small, dataset)
@@ -89,7 +91,28 @@ def test_without_a_reply_there_is_nothing_to_rehearse(run: RunFolder, config: Ru
     for path in run.root.glob("responses/*/journal-*.jsonl"):
         path.unlink()
     with pytest.raises(ArtifactError, match="no accepted reply yet"):
-        first_replies(run, config, RunFolder(tmp_path / "small"), records=9)
+        first_replies(run, config, RunFolder(tmp_path / "small"), wanted=dict.fromkeys("abc", 3), holds_out=True)
+
+
+def test_the_learning_curve_of_a_run_that_generates_is_that_of_its_first_replies(
+    run: RunFolder, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_child(arguments: list[str], **others: Any) -> None:
+        assert curve.main(arguments[2:]) == 0
+
+    monkeypatch.setattr(learning_curve, "in_child", in_child)  # spares seconds of imports
+    monkeypatch.setattr(curve, "stop_signals", list)
+    for dataset in ("a", "b", "c"):
+        path = run.prompts(dataset) / "manifest.json"
+        manifest = read_json(path)
+        write_json(path, manifest | {"figures": {**manifest["figures"], "splits": {"train": 16, "heldout": 4}}})
+    assert learning_curve.needed_replies(run, config) == 60
+    before = {path for path in run.root.rglob("*") if path.is_file()}
+    result = learning_curve.learning_curve(run, config)
+    assert (result["total_records"], result["source"]) == (48, "first replies")
+    assert 2 <= result["points"][-1]["records"] < 24, "held-out replies among them stay held out"
+    left = {path.name for path in run.root.rglob("*") if path.is_file()} - {path.name for path in before}
+    assert left == {"learning-curve.json", ".learning-curve.lock"}, "nothing else stays"
 
 
 def journaled(run: RunFolder, dataset: str) -> list[dict[str, Any]]:

@@ -9,9 +9,11 @@ import pytest
 
 from eyas.errors import ConfigError
 from eyas.files import read_json, write_json
+from eyas.operate.curve_result import RESULT
 from eyas.operate.report import write_report
 from eyas.progress import Progress, recorder
 from eyas.workspace import RunFolder
+from tests.operate.test_learning_curve import result_of
 
 
 def html_of(run: RunFolder) -> str:
@@ -30,6 +32,27 @@ def test_finished_run_shows_the_numbers_of_its_files(finished_run: RunFolder) ->
         assert "CC0-1.0" in text
         assert "duplicate" in text
         assert str(finished_run.export) in text
+
+
+def test_learning_curve_and_diagnosis_stand_in_both_reports(finished_run: RunFolder) -> None:
+    write_json(finished_run.root / RESULT, result_of(0.8))
+    finding = {
+        "cause": "mask coverage",
+        "verdict": "cause",
+        "seen": "75.0% <of> tokens",
+        "bound": "99%",
+        "advice": "merge",
+        "cost": 0.25,
+    }
+    write_json(finished_run.root / "diagnosis.json", [finding])
+    markdown, html = (path.read_text() for path in write_report(finished_run))
+    for text in (markdown, html):
+        assert "the second half buys" in text
+        assert "44,000" in text
+        assert "mask coverage" in text
+        assert "25.0%" in text
+    assert "75.0% &lt;of&gt; tokens" in html
+    assert html.count("<svg") == 4
 
 
 def test_every_table_names_its_files(finished_run: RunFolder) -> None:

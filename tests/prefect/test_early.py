@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,33 @@ async def test_a_rehearsal_that_went_well_is_not_repeated(paper: Paper, run: str
         assert (await run_pipeline(run, config_with(operate=OVERLAP), until="merge")).is_completed()
     assert paper.made["rehearsal"] == 1
     assert Path(run, "rehearsal.json").is_file()
+
+
+async def test_the_learning_curve_is_measured_once_while_generation_runs_and_told(
+    paper: Paper, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr("flows.early.emit", lambda alert, run, message: told.append((alert, message)))
+    monkeypatch.setattr("flows.early.RECORDS", 10**9)  # no rehearsal before the end
+    monkeypatch.setattr("flows.early.RESULT", "run.json")
+    monkeypatch.setattr("flows.early.needed_replies", lambda run, config: 1)
+    row = {"records": 2, "accept_length": 2.0, "low": 1.9, "high": 2.1, "rest_buys": 0.1, "rest_low": 0.0, "rest_high": 0.2}
+    result = {"predictions": [{**row, "share": share} for share in (0.5, 1.0)], "stop_share": 1.0, "tolerance": 0.02, "points": []}
+
+    def learning_curve(run: Any, config: Any) -> dict[str, Any]:
+        paper.made["curve"] += 1
+        (run.root / "learning-curve.json").write_text(json.dumps(result))
+        return result
+
+    monkeypatch.setattr("eyas.operate.learning_curve.learning_curve", learning_curve)
+    paper.holds["B1_glaive"] = asyncio.Event()
+    work = asyncio.create_task(run_pipeline(run, config_with(operate=OVERLAP), until="generate"))
+    await asyncio.wait_for(happens(paper, "curve"), 60)
+    paper.holds["B1_glaive"].set()
+    assert (await work).is_completed()
+    assert [alert for alert, _ in told] == ["learning curve"]
+    assert "the second half buys +0.10" in told[0][1]
+    plan = json.loads(Path(run, "plan.json").read_bytes())
+    assert plan["learning_curve"] == told[0][1], "the plan says it at once"
+    assert (await run_pipeline(run, config_with(operate=OVERLAP), until="merge")).is_completed()
+    assert paper.made["curve"] == 1

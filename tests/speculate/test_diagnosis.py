@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 
 from eyas.draft.data import Record
 from eyas.errors import ArtifactError, ConfigError
-from eyas.speculate import diagnosis
-from eyas.speculate.diagnosis import Finding, diagnose, render
+from eyas.speculate.diagnosis import Finding, data, diagnose, handover, render
 from eyas.target.reasoning import ReasoningFormat
 from eyas.workspace import RunFolder
 from tests.draft.runs import D, H, V
@@ -29,7 +28,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Selfmade:
 @pytest.fixture(autouse=True)
 def no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny target has none; the reasoning share has its own test."""
-    monkeypatch.setattr(diagnosis, "reasoning_shares", lambda *_: None)
+    monkeypatch.setattr(data, "reasoning_shares", lambda *_: None)
 
 
 def causes(run: RunFolder, made: Selfmade) -> list[Finding]:
@@ -164,7 +163,7 @@ def test_a_gap_between_trained_and_held_out_is_named_first(made: Selfmade, tmp_p
 
 
 def test_a_dataset_that_lags_is_named_first(made: Selfmade, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "MIN_COLUMNS", 30)
+    monkeypatch.setattr(data, "MIN_COLUMNS", 30)
     spoil = noisy(made, 0.6)
     worse = [replace(spoil(record), dataset="b") if n % 2 else record for n, record in enumerate([*made.train, *made.heldout])]
     found = causes(replace(made, train=worse[:6], heldout=worse[6:]).write(tmp_path / "run"), made)
@@ -186,7 +185,7 @@ def test_a_served_accept_length_below_the_prediction_is_named_first(made: Selfma
 
 
 def test_reasoning_that_was_lost_in_training_is_named(made: Selfmade, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "reasoning_shares", lambda *_: (0.0, 0.7))
+    monkeypatch.setattr(data, "reasoning_shares", lambda *_: (0.0, 0.7))
     assert causes(made.write(tmp_path / "run"), made)[0].cause == "reasoning share"
 
 
@@ -234,14 +233,14 @@ def test_stored_layers_are_held_against_the_target_itself(
     made: Selfmade, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift: int, up: int, cause: str, word: str
 ) -> None:
     """A look ahead raises every figure of training, so hits cannot tell it: only the target can."""
-    monkeypatch.setattr(diagnosis, "TransformersSource", PlainTarget([*made.train, *made.heldout], shift=shift, up=up))
+    monkeypatch.setattr(handover, "TransformersSource", PlainTarget([*made.train, *made.heldout], shift=shift, up=up))
     found = causes(made.write(tmp_path / "run"), made)
     assert found[0].cause == cause
     assert word in found[0].seen
 
 
 def test_sound_layers_pass_beside_the_target(made: Selfmade, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "TransformersSource", PlainTarget([*made.train, *made.heldout]))
+    monkeypatch.setattr(handover, "TransformersSource", PlainTarget([*made.train, *made.heldout]))
     assert causes(made.write(tmp_path / "run"), made) == []
 
 
@@ -249,3 +248,14 @@ def test_a_draft_of_other_layers_is_refused_and_that_is_the_diagnosis(made: Self
     config = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}}
     with pytest.raises(ArtifactError, match="reads other layers"):
         diagnose(made.write(tmp_path / "run", **config), made.config)
+
+
+def test_steps_that_were_never_unrolled_are_named(made: Selfmade, tmp_path: Path) -> None:
+    """This target says what the draft says at step 0, so deeper steps miss: a draft that was unrolled once shows it."""
+    run = made.write(tmp_path / "run")
+    once = made.config.model_copy(update={"draft": made.config.draft.model_copy(update={"num_unroll_steps": 1})})
+    found = next(item for item in diagnose(run, once) if item.cause == "deeper unroll steps")
+    assert found.verdict == "cause"
+    assert found.advice.startswith("raise draft.num_unroll_steps to 3")
+    whole = next(item for item in diagnose(run, made.config) if item.cause == "deeper unroll steps")
+    assert whole.verdict == "fine"
