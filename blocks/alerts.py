@@ -18,6 +18,9 @@ AlertEvent = Literal[
     "decision wanted",
     "rehearsal failed",
     "learning curve",
+    "draft deployed",
+    "draft refused",
+    "draft rolled back",
 ]
 
 

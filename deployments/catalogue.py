@@ -1,4 +1,4 @@
-"""The deployments: one per preset for the whole pipeline, one per phase, the watch and the nightly benchmark.
+"""The deployments: one per preset for the whole pipeline and per phase, the watch, nightly benchmark, change of service.
 
 Everything that needs the target's processors goes through the work queue `target-host`, one run at a time;
 the rest does not wait behind it.
@@ -17,6 +17,7 @@ from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
 
 from eyas.config import RunConfig, load_config
 from flows.benchmark import benchmark
+from flows.deploy import deploy
 from flows.extract import extract
 from flows.generate import generate
 from flows.merge import merge
@@ -69,6 +70,12 @@ def catalogue() -> Iterator[Entry]:
         queue=HOST_QUEUE,
         parameters={"run": "runs/production"},
         schedule=CronSchedule(cron="0 3 * * *", timezone="UTC"),
+    )
+    yield Entry(
+        flow=deploy,
+        name="deploy",
+        description="Put the draft of a benchmarked run into service, with a canary and a way back. Runs on demand.",
+        queue=HOST_QUEUE,
     )
     yield Entry(
         flow=watch,

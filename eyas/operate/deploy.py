@@ -6,13 +6,15 @@ not hold, be it that the servers never came up. What was decided stands in `benc
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import ValidationError
 
 from eyas.config import RunConfig
 from eyas.errors import ArtifactError, EyasError
 from eyas.files import read_json, write_json
 from eyas.manifest import Manifest, now, verify_manifest
-from eyas.operate.hosts import Draft, Say, TargetHost
+from eyas.operate.hosts import Draft, Say, TargetHost, host_of
 from eyas.speculate.canary import canary
 from eyas.speculate.deploy import Check, Decision, decide
 from eyas.speculate.results import Row, SetMeasurement
@@ -21,8 +23,27 @@ from eyas.workspace import RunFolder
 
 CANARIES = 32
 
+Outcome = Literal["nothing was switched", "serving with the draft", "going back", "rolled back: serving the target without draft"]
 
-def deploy(run: RunFolder, config: RunConfig, host: TargetHost, *, api_key: str = "", say: Say = print) -> Decision:
+
+class Deployment(Decision):
+    """What became of a draft: `benchmark/deployment.json`."""
+
+    at: str
+    outcome: Outcome
+
+
+def deploy_run(run: RunFolder, config: RunConfig, *, api_key: str = "", say: Say = print) -> Deployment:
+    """`deploy` on the host that the config names; Eyas' own engine is tried and then ended with this process."""
+    host = host_of(run, config, api_key=api_key, say=say)
+    try:
+        return deploy(run, config, host, api_key=api_key, say=say)
+    finally:
+        if config.server.kind == "embedded":
+            host.enter("none")
+
+
+def deploy(run: RunFolder, config: RunConfig, host: TargetHost, *, api_key: str = "", say: Say = print) -> Deployment:
     """Serve the draft if every check holds; otherwise the host serves the target alone. The host is left serving.
 
     Raises `ArtifactError` where the benchmark is missing or damaged, and whatever the way back raises.
@@ -68,6 +89,7 @@ def _results(run: RunFolder) -> dict[str, object]:
     return results
 
 
-def _record(run: RunFolder, decision: Decision, outcome: str) -> Decision:
-    write_json(run.benchmark / "deployment.json", {"at": now(), "outcome": outcome, **decision.model_dump()})
-    return decision
+def _record(run: RunFolder, decision: Decision, outcome: Outcome) -> Deployment:
+    deployment = Deployment(**decision.model_dump(), at=now(), outcome=outcome)
+    write_json(run.benchmark / "deployment.json", deployment.model_dump())
+    return deployment

@@ -199,6 +199,32 @@ def accept_lengths(rows: Sequence[Interval]) -> str:
     return output[0]
 
 
+def speedup_curves(grid: Sequence[dict[str, Any]]) -> str:
+    """What each shape of the draft gains by requests in flight, its slowest and fastest pair of blocks as a band, and
+    the share of drafts accepted at each position."""
+    with _drawing("grid", 7.2, 2.8) as (figure, output):
+        speed, positions = figure.subplots(1, 2, width_ratios=(3, 2))
+        loads = sorted({point["concurrency"] for shape in grid for point in shape["timing"]})
+        for number, shape in enumerate(grid):
+            colour, points = SERIES[number % 8], sorted(shape["timing"], key=lambda point: point["concurrency"])
+            places = [loads.index(point["concurrency"]) for point in points]
+            low, high = ([point[key] for point in points] for key in ("speedup_min", "speedup_max"))
+            speed.plot(places, [point["speedup"] for point in points], "o-", color=colour, markersize=4, label=shape["shape"])
+            speed.vlines(places, low, high, color=colour, linewidth=4, alpha=0.25)
+            rates = shape["position_rates"]
+            positions.plot(range(1, len(rates) + 1), rates, "o-", color=colour, markersize=4)
+        speed.axhline(1.0, color=FAINT, linewidth=1.0, linestyle="--")
+        speed.set_xticks(range(len(loads)), [str(load) for load in loads])
+        speed.set_xlabel("requests in flight")
+        speed.set_title("speed-up over the target alone")
+        positions.set_ylim(0, 1)
+        positions.set_xlabel("position of the draft")
+        positions.xaxis.set_major_locator(MaxNLocator(integer=True))
+        positions.set_title("accepted, given those before it")
+        figure.legend(*speed.get_legend_handles_labels(), loc="outside upper left", ncols=4)
+    return output[0]
+
+
 def throughput_curve(found: Throughput) -> str:
     """Reply tokens per second over the time of generation."""
     with _drawing("throughput", 5.2, 2.6) as (figure, output):

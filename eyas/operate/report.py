@@ -99,6 +99,8 @@ def _plots(
         drawn["learning_curve"] = plots.learning_curve(curve, reached)
     if intervals := _intervals(results):
         drawn["accept"] = plots.accept_lengths(intervals)
+    if len(results.get("grid", [])) > 1 or len(results.get("timing", [])) > 1:
+        drawn["grid"] = plots.speedup_curves(results["grid"])
     return {name: Markup(svg) for name, svg in drawn.items()}  # drawn by us from numbers and escaped names
 
 

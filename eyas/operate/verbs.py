@@ -102,17 +102,11 @@ def export_verb(options: argparse.Namespace, api_key: str) -> int:
 
 def deploy_verb(options: argparse.Namespace, api_key: str) -> int:
     """The draft in service, or 1 and the reason; Eyas' own engine is tried and then left to `eyas engine`."""
-    from eyas.operate.deploy import deploy
-    from eyas.operate.hosts import host_of
+    from eyas.operate.deploy import deploy_run
 
     config = read_config(options)
     run, key = RunFolder(options.run), server_api_key(config, api_key)
-    host = host_of(run, config, api_key=key)
-    try:
-        decision = deploy(run, config, host, api_key=key)
-    finally:
-        if config.server.kind == "embedded":
-            host.enter("none")
+    decision = deploy_run(run, config, api_key=key)
     if not decision.serves_draft:
         print(f"not deployed: {decision.reason}", file=sys.stderr)
         return 1

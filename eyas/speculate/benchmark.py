@@ -27,6 +27,7 @@ from eyas.speculate.baselines import BigramTable
 from eyas.speculate.blocks import BlockStore
 from eyas.speculate.canary import fits_here
 from eyas.speculate.config import BenchmarkConfig
+from eyas.speculate.contexts import by_context
 from eyas.speculate.deploy import Check, decide, result_checks
 from eyas.speculate.launch import compose_file, launch_command, server_flags, without_draft
 from eyas.speculate.lossless import LocalJudge, Measure, load_judge
@@ -41,7 +42,7 @@ from eyas.target.spec import TargetSpec, load_target
 from eyas.workspace import RunFolder, exclusive
 
 STAGE = "benchmark"
-VERSION = 2
+VERSION = 3
 _CACHE_SLACK_TOKENS = 128
 """Per request in flight: rounding to pages, and drafts under way."""
 
@@ -74,6 +75,9 @@ def benchmark(
             num_draft_tokens=config.benchmark.num_draft_tokens,
             min_verifications=config.benchmark.min_verifications,
         )
+        trained_tokens = int(load_manifest(run.merged).figures["length_quantiles"]["p100"])
+        results["trained_tokens"] = trained_tokens
+        results["by_context"] = by_context([row for item in measurements for row in item.rows], trained_tokens)
         if results["predicted_accept_length"] is None:
             results["predicted_accept_length"] = _figure_of_training(run)
         identity = [Check.model_validate(check) for check in measurements[0].identity]

@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
+from transformers import DynamicCache
 
-from eyas.draft.data import Record, make_batch
+from eyas.draft.data import Batch, Record, make_batch
 from eyas.draft.export import load_export
 from eyas.draft.loss import TargetRows
-from eyas.draft.model import Draft
+from eyas.draft.model import Draft, rms_norm
 from eyas.draft.replay import replay
 from eyas.speculate.accept import AcceptCounts
+from eyas.speculate.layers import Counts, possible_counts
 from eyas.target.spec import TargetSpec
 
 
@@ -42,16 +45,48 @@ class Predictor:
         return [self._replay(prompt, reply) for prompt, reply in replies]
 
     @torch.inference_mode()
+    def possible(self, prompt: list[int], reply: list[int]) -> frozenset[Counts]:
+        """Every count that the chain can have on a greedy reply, ties of the draft falling either way."""
+        batch, argmax = self._batch(prompt, reply, len(prompt) + len(reply))
+        again, _ = self._batch(prompt, reply, len(prompt))
+        logits = self._logits(batch)  # [K, M, D]
+        epsilon = (logits - self._logits(again)).abs().amax(-1)  # [K, M]
+        num_steps, num_columns = epsilon.shape
+        wanted = torch.full((num_steps, num_columns), -1)  # draft ids, -1 outside the draft vocabulary
+        for step in range(min(num_steps, num_columns)):
+            wanted[step, : num_columns - step] = self._rows.to_draft[argmax][step:]
+        top = logits.topk(2).values
+        chosen = logits.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
+        hits = (logits.argmax(-1) == wanted) & batch.supervised
+        gap = torch.where(hits, top[..., 0] - top[..., 1], top[..., 0] - chosen)
+        return possible_counts(hits, (gap <= epsilon) & (wanted >= 0), batch.supervised)
+
+    @torch.inference_mode()
     def _replay(self, prompt: list[int], reply: list[int]) -> AcceptCounts:
+        counts = replay(self._draft, [self._batch(prompt, reply, len(prompt) + len(reply))], self._rows).overall
+        return AcceptCounts(verifications=counts.verifications, accepted=counts.accepted)
+
+    def _batch(self, prompt: list[int], reply: list[int], at_once: int) -> tuple[Batch, torch.Tensor]:
+        """One packed reply, the target run on `at_once` tokens and then on K + 1 at a time; the argmax of its label rows."""
         tokens = torch.tensor([*prompt, *reply])  # [T]
-        states = self._model(input_ids=tokens[None], output_hidden_states=True, use_cache=False, logits_to_keep=1).hidden_states
+        cache = DynamicCache(config=self._model.config)
+        parts = [tokens[:at_once], *torch.split(tokens[at_once:], self._num_draft_tokens + 1)]
         # hidden_states[0] is the embedding, so [k + 1] is the output of block k; the last one is normed, but no aux block is last.
-        aux = torch.cat([states[block + 1][0] for block in self._blocks], dim=-1)  # [T, 3H]
+        aux = torch.cat([self._states(part, cache) for part in parts if len(part)])  # [T, 3H]
         mask = torch.zeros(len(tokens), dtype=torch.bool)
         mask[len(prompt) :] = True
         record = Record(id="", dataset="", tokens=tokens, loss_mask=mask, aux=aux, final=aux[:, :0])
         batch = make_batch([record], self._num_draft_tokens)
         first = len(prompt) - 1  # the first active column t, whose label row is x[t+2]
-        argmax = tokens[first + 2 : first + 2 + len(batch.active)]
-        counts = replay(self._draft, [(batch, argmax)], self._rows).overall
-        return AcceptCounts(verifications=counts.verifications, accepted=counts.accepted)
+        return batch, tokens[first + 2 : first + 2 + len(batch.active)]
+
+    def _states(self, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+        """Outputs of the aux blocks [len(tokens), 3H]; `cache` holds the tokens before."""
+        states = self._model(input_ids=tokens[None], cache=cache, output_hidden_states=True, logits_to_keep=1).hidden_states
+        return torch.cat([states[block + 1][0] for block in self._blocks], dim=-1)
+
+    def _logits(self, batch: Batch) -> torch.Tensor:
+        """The draft's logits [K, M, D] in fp32, computed in its own precision."""
+        states = self._draft.unroll(batch, len(batch.supervised))
+        weight, eps = self._draft.norm.weight, self._draft.spec.rms_norm_eps
+        return torch.stack([F.linear(rms_norm(state, weight, eps), self._draft.lm_head.weight).float() for state in states])

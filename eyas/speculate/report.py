@@ -43,6 +43,7 @@ def render_report(results: dict[str, Any]) -> str:
     if accept["position_rates"]:
         rates = ", ".join(f"{rate:.2f}" for rate in accept["position_rates"])
         lines += ["", f"Drafts accepted at each position, given those before it: {rates}."]
+    lines += _by_context(results)
     loops = results["loops"]
     lines += [
         "",
@@ -59,6 +60,18 @@ def _break_even(results: dict[str, Any]) -> str:
     return (
         f"From {results['break_even_concurrency']} requests in flight the draft costs more than it gains: serve without it there."
     )
+
+
+def _by_context(results: dict[str, Any]) -> list[str]:
+    """Accept length by length of the context, the training length marked."""
+    lines = ["", "| context, tokens | accept length | 95 % | verifications | predicted |", "|---|---|---|---|---|"]
+    for band in results["by_context"]:
+        name = f"up to {band['up_to']:,}" if band["up_to"] is not None else f"above {band['above']:,}"
+        name += " (longer than any trained record)" if band["is_longer_than_training"] else ""
+        low, high = band["interval_95"]
+        cells = [name, f"{band['accept_length']:.3f}", f"{low:.3f}–{high:.3f}", f"{band['num_verifications']:,}"]
+        lines.append("| " + " | ".join([*cells, _number(band["predicted_accept_length"])]) + " |")
+    return lines
 
 
 def _grid(results: dict[str, Any]) -> list[str]:

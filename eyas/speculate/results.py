@@ -160,18 +160,20 @@ def _grid(
     measurements: list[SetMeasurement], shape: DraftShape, rows: list[Row], timing: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Every shape of the draft over all sets, the headline's first."""
-    points = [_shape_point(shape, pool(row.counts for row in rows), timing)]
+    outcomes = [row.outcome for row in rows]
+    points = [_shape_point(shape, pool(row.counts for row in rows), outcomes, timing)]
     for other in dict.fromkeys(point.shape for measurement in measurements for point in measurement.grid):
         mine = [point for measurement in measurements for point in measurement.grid if point.shape == other]
         total = pool(
             AcceptCounts(verifications=point.verifications, accepted=point.accepted, histogram=tuple(point.histogram))
             for point in mine
         )
-        points.append(_shape_point(other, total, _timing([block for point in mine for block in point.blocks])))
+        outcomes = [outcome for point in mine for outcome in point.outcomes]
+        points.append(_shape_point(other, total, outcomes, _timing([block for point in mine for block in point.blocks])))
     return points
 
 
-def _shape_point(shape: DraftShape, counts: AcceptCounts, timing: list[dict[str, Any]]) -> dict[str, Any]:
+def _shape_point(shape: DraftShape, counts: AcceptCounts, outcomes: list[Outcome], timing: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "shape": str(shape),
         "num_steps": shape.num_steps,
@@ -181,6 +183,7 @@ def _shape_point(shape: DraftShape, counts: AcceptCounts, timing: list[dict[str,
         "num_verifications": counts.verifications,
         "num_accepted": counts.accepted,
         "position_rates": counts.position_rates,
+        "outputs": _outputs(outcomes),
         "timing": timing,
     }
 

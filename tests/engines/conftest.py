@@ -20,8 +20,11 @@ from typing import Any
 import httpx
 import pytest
 
+from eyas.config import load_config
+from eyas.operate.pipeline import open_run, run_pipeline
 from eyas.target.config import TargetConfig
 from eyas.target.spec import TargetSpec, load_target
+from eyas.workspace import RunFolder
 
 ROOT = Path(__file__).parents[2]
 START_S = 900.0
@@ -69,9 +72,7 @@ def vllm_server(python: Path, log: Path, model: Path, *flags: str, environment: 
 
 @contextlib.contextmanager
 def _server(command: list[str], log: Path, ready_path: str, environment: dict[str, str]) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [*command, "--port", str(port)]
     with open(log, "wb") as file:
         process = subprocess.Popen(
@@ -91,6 +92,13 @@ def _server(command: list[str], log: Path, ready_path: str, environment: dict[st
         process.wait()
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
 def child_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
@@ -105,6 +113,17 @@ def _is_ready(url: str) -> bool:
 @pytest.fixture(scope="session")
 def target() -> TargetSpec:
     return load_target(TargetConfig())
+
+
+@pytest.fixture(scope="session")
+def finished_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """The run that `--engines-run` names, otherwise a quick run made here."""
+    if named := request.config.getoption("--engines-run", default=""):
+        return RunFolder(Path(named))
+    run = RunFolder(tmp_path_factory.mktemp("quick"))
+    config = load_config(ROOT / "deployments/presets/local-smollm2-quick.yaml")
+    run_pipeline(open_run(run.root, config), config)
+    return run
 
 
 @pytest.fixture(scope="session")

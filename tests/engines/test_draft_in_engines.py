@@ -15,14 +15,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from eyas.config import RunConfig, load_config
+from eyas.config import RunConfig
 from eyas.draft.config import DraftConfig
 from eyas.draft.export import load_export
 from eyas.draft.spec import DraftSpec
 from eyas.engine.config import EngineConfig
 from eyas.engine.process import EngineProcess
 from eyas.files import write_json
-from eyas.operate.pipeline import run_pipeline
 from eyas.sglang.config import ServerConfig
 from eyas.speculate.accept import AcceptCounts, counts_from_vllm, pool
 from eyas.speculate.config import DraftShape
@@ -35,7 +34,7 @@ from eyas.speculate.server_judge import ServerJudge
 from eyas.speculate.sets import BenchmarkPrompt, load_set
 from eyas.target.spec import TargetSpec
 from eyas.workspace import RunFolder
-from tests.engines.conftest import ROOT, RunVllm, sglang_server
+from tests.engines.conftest import RunVllm, sglang_server
 
 pytestmark = pytest.mark.engines
 
@@ -181,13 +180,8 @@ def test_vllm_loads_the_export_and_stays_lossless(random_case: Case, vllm_genera
 
 
 @pytest.fixture(scope="module")
-def trained_case(request: pytest.FixtureRequest, target: TargetSpec, tmp_path_factory: pytest.TempPathFactory, logs: Path) -> Case:
-    """The draft of the run that `--engines-run` names, otherwise of a quick run made here."""
-    named = request.config.getoption("--engines-run", default="")
-    run = RunFolder(Path(named)) if named else RunFolder(tmp_path_factory.mktemp("quick"))
-    if not named:
-        run_pipeline(run, load_config(ROOT / "deployments/presets/local-smollm2-quick.yaml"))
-    return make_case(target, run.export.absolute(), 40, logs / "embedded.log")
+def trained_case(finished_run: RunFolder, target: TargetSpec, logs: Path) -> Case:
+    return make_case(target, finished_run.export.absolute(), 40, logs / "embedded.log")
 
 
 def write_table(run: Path, case: Case, counts: dict[str, AcceptCounts], outcomes: dict[str, list[str]]) -> None:

@@ -207,6 +207,7 @@ def write_metrics(run: RunFolder, steps: int) -> None:
 
 def write_results(run: RunFolder) -> dict[str, Any]:
     """Phase 6's results.json, made by its own code from raw measurements."""
+    from eyas.speculate.contexts import by_context
     from eyas.speculate.results import Row, SetMeasurement, TimedBlock, summarise
 
     rows = [
@@ -234,6 +235,7 @@ def write_results(run: RunFolder) -> dict[str, Any]:
     results = summarise(
         [SetMeasurement(name="heldout", rows=rows, blocks=blocks)], engine="embedded", num_draft_tokens=3, min_verifications=2000
     )
+    results |= {"trained_tokens": 36, "by_context": by_context(rows, 36)}
     run.benchmark.mkdir(parents=True, exist_ok=True)
     write_json(run.benchmark / "results.json", results)
     write_manifest(run.benchmark, "benchmark", done=len(rows))

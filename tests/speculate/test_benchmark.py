@@ -26,6 +26,7 @@ from eyas.target.config import TargetConfig
 from eyas.target.spec import load_target
 from eyas.workspace import RunFolder
 from tests.speculate.conftest import VOCAB, FakeEngine, served
+from tests.speculate.test_embedded import save_target
 
 DATASETS = ("b1", "b2")
 
@@ -49,7 +50,8 @@ def write_draft(run: RunFolder, target_folder: Path) -> None:
 
 def write_manifest(folder: Path, stage: str) -> None:
     table = next(folder.glob("*.parquet"))
-    Manifest(stage=stage, stage_version=1, fingerprint=digest_file(table), counts=Counts.of(done=1)).write(folder)
+    figures = {"length_quantiles": {"p100": 12}} if stage == "merge" else {}
+    Manifest(stage=stage, stage_version=1, fingerprint=digest_file(table), counts=Counts.of(done=1), figures=figures).write(folder)
 
 
 @pytest.fixture
@@ -128,6 +130,32 @@ def test_only_heldout_prompts_are_sent_dealt_from_the_datasets_in_turn(stage: St
     benchmark(stage.run, stage.config)
     rows = [row["id"] for row in json.loads(next(stage.run.benchmark.glob("raw-heldout-*.json")).read_text())["rows"]]
     assert rows == ["01", "11", "03", "13", "05"]
+
+
+def test_standard_sets_run_whole_from_packages_and_files(stage: Stage, model: Any, target_folder: Path, tmp_path: Path) -> None:
+    """BFCL and HumanEval from their wheels, GSM8K and MATH-500 in their published columns, and one's own traffic, too long
+    for any trained record."""
+    save_target(model, target_folder)  # with a tokenizer: these sets are text
+    (tmp_path / "gsm8k.jsonl").write_text('{"question": "Natalia sold 48 clips. How many altogether?", "answer": "#### 72"}\n')
+    (tmp_path / "math-500.jsonl").write_text('{"problem": "Convert $(0,3)$.", "solution": "s", "answer": "3", "level": 2}\n')
+    (tmp_path / "own.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    sets = [
+        "package:bfcl/simple_python",
+        "package:humaneval",
+        *(f"file:{tmp_path / name}.jsonl" for name in ("gsm8k", "math-500", "own")),
+    ]
+    stage.config = stage.config.model_copy(
+        update={"benchmark": stage.config.benchmark.model_copy(update={"sets": sets, "prompts_per_set": 2, "timed_prompts": 1})}
+    )
+    manifest = benchmark(stage.run, stage.config)
+    results = stage.results
+    assert {name: item["num_requests"] for name, item in results["per_set"].items()} == {
+        "simple_python": 2, "humaneval": 2, "gsm8k": 1, "math-500": 1, "own": 2,
+    }  # fmt: skip
+    assert manifest.counts.done == 8
+    assert results["outputs"]["wrong"] == 0
+    assert set(results["timing_per_set"]) == set(results["per_set"])
+    assert sum(band["num_requests"] for band in results["by_context"]) == 8
 
 
 def test_finished_benchmark_sends_nothing_and_a_new_draft_is_measured_again(stage: Stage, target_folder: Path) -> None:

@@ -1,7 +1,7 @@
 """A stand-in for SGLang's compiled kernels, in plain torch, so that the real server runs on any CPU.
 
-It holds what a dense Llama with an EAGLE-3 *chain* (top-k 1, greedy) calls on `--attention-backend
-intel_amx`; everything else raises `NotImplementedError` by name. Slow and plain on purpose: it stands
+It holds what a dense Llama with an EAGLE-3 chain or tree calls on `--attention-backend intel_amx` (where SGLang itself
+verifies greedily at every temperature); everything else raises `NotImplementedError` by name. Slow and plain on purpose: it stands
 in for arithmetic only, while server, scheduler, cache, draft worker and accounting remain SGLang's.
 Signatures follow the call sites of SGLang 0.5.23.
 """
@@ -54,9 +54,12 @@ def assign_draft_cache_locs_contiguous_cpu(req_pool_indices, req_to_token, seq_l
 
 
 def build_draft_decode_metadata_cpu(req_to_token, req_pool_indices, seq_lens, topk, num_steps, pool_len):
-    """Rows of the batch's requests; with one candidate per request nothing is expanded."""
-    _chain_only(topk)
-    return req_to_token[req_pool_indices.long()].contiguous()
+    """One row of cache rows per branch: the request's sequence, then the branch's own `num_steps` rows of those behind it."""
+    rows = req_to_token[req_pool_indices.long()].repeat_interleave(topk, dim=0)
+    for request, length in enumerate(seq_lens.tolist()):
+        branches = rows[request * topk, length : length + topk * num_steps].clone().view(topk, num_steps)
+        rows[request * topk : (request + 1) * topk, length : length + num_steps] = branches
+    return rows
 
 
 def copy_all_layer_kv_cache_cpu(data_ptrs, strides, tgt_loc, src_loc):
@@ -68,34 +71,38 @@ def copy_all_layer_kv_cache_cpu(data_ptrs, strides, tgt_loc, src_loc):
             ctypes.memmove(pointer + stride * target, row, stride)
 
 
-# --- the draft chain and its greedy verification ---
-
-
-def _chain_only(topk):
-    if topk != 1:
-        raise NotImplementedError(f"topk {topk}: the torch stand-in drafts chains only (--speculative-eagle-topk 1)")
+# --- the draft tree (a chain is one of a single branch) and its greedy verification ---
 
 
 def build_tree_kernel_efficient_cpu(
     parent_list, selected_index, verified_seq_len, tree_mask, positions,
     retrieve_index, retrieve_next_token, retrieve_next_sibling, topk, depth, draft_token_num, tree_mask_mode,
 ):  # fmt: skip
-    """The tree of a chain: token j follows token j - 1 and sees the prefix and tokens 0..j."""
-    _chain_only(topk)
+    """Links, positions and mask of each request's tree: node 0 is the last accepted token, node i the i-th drafted one.
+
+    `selected_index` names the drafted ones among all candidates; candidate c descends from candidate
+    `parent_list[c // topk]`, those of the first step (c < topk) from node 0.
+    """
     requests, width = verified_seq_len.numel(), draft_token_num
-    within = torch.arange(width, device=positions.device)
-    positions.view(requests, width).copy_(verified_seq_len.view(-1, 1) + within)
     retrieve_index.view(requests, width).copy_(torch.arange(requests * width).view(requests, width))
-    following = within + 1
-    following[-1] = -1
-    retrieve_next_token.view(requests, width).copy_(following.expand(requests, width))
-    retrieve_next_sibling.view(requests, width).fill_(-1)
-    triangle = torch.ones(width, width, dtype=torch.bool).tril()
+    retrieve_next_token.fill_(-1)
+    retrieve_next_sibling.fill_(-1)
     sees_prefix = int(tree_mask_mode) == 0  # full mask: prefix columns stand in it as well
     flat, filled = tree_mask.view(-1), 0
-    for length in verified_seq_len.tolist():
+    for request, length in enumerate(verified_seq_len.tolist()):
+        selected = selected_index[request].tolist()
+        node_of = {candidate: node for node, candidate in enumerate(selected, start=1)}
+        parents = [0 if c < topk else node_of[int(parent_list[request, c // topk])] for c in selected]
+        sees = torch.eye(width, dtype=torch.bool)
+        for node, parent in enumerate(parents, start=1):
+            sees[node] |= sees[parent]
+        for node in range(width - 1, 0, -1):  # from behind, so that the likelier sibling is met first
+            parent = parents[node - 1]
+            retrieve_next_sibling[request, node] = retrieve_next_token[request, parent]
+            retrieve_next_token[request, parent] = node
+        positions.view(requests, width)[request] = length + sees.sum(1) - 1
         prefix = torch.ones(width, length if sees_prefix else 0, dtype=torch.bool)
-        block = torch.cat([prefix, triangle], dim=1).reshape(-1)
+        block = torch.cat([prefix, sees], dim=1).reshape(-1)
         flat[filled : filled + block.numel()] = block.to(flat.dtype)
         filled += block.numel()
 
@@ -104,7 +111,7 @@ def verify_tree_greedy_cpu(
     predicts, accept_index, accept_token_num, candidates,
     retrive_index, retrive_next_token, retrive_next_sibling, target_predict,
 ):  # fmt: skip
-    """Accept the run of drafts that equal the target's own choice; `predicts` receives that choice along the run."""
+    """Accept the path of drafts that equal the target's own choice; `predicts` receives that choice along the path."""
     requests, width = candidates.shape
     chosen = target_predict.reshape(requests, width)
     for request in range(requests):
@@ -113,7 +120,9 @@ def verify_tree_greedy_cpu(
         predicts[int(retrive_index[request, 0])] = chosen[request, 0].to(predicts.dtype)
         while accepted + 1 < accept_index.shape[1]:
             follower = int(retrive_next_token[request, place])
-            if follower < 0 or int(candidates[request, follower]) != int(chosen[request, place]):
+            while follower >= 0 and int(candidates[request, follower]) != int(chosen[request, place]):
+                follower = int(retrive_next_sibling[request, follower])
+            if follower < 0:
                 break
             place, accepted = follower, accepted + 1
             accept_index[request, accepted] = retrive_index[request, place]
@@ -153,13 +162,20 @@ def _extend_attention(
     seq_lens, extend_lens, extend_start, max_extend_len, scale, logit_cap, is_cross, window,
     encoder_lens, sinks, tree_mask, is_causal,
 ):  # fmt: skip
-    """New tokens of each request (already in the cache) attend to its whole sequence, causally."""
+    """New tokens of each request (already in the cache) attend to its whole sequence, causally or along their tree.
+
+    `tree_mask` holds [num_new, num_new] of every request, one after the other.
+    """
+    filled = 0
     for place, request in enumerate(req_pool_indices.tolist()):
         num_new, length, start = int(extend_lens[place]), int(seq_lens[place]), int(extend_start[place])
         if not num_new:
             continue
         rows = req_to_token[request, :length].long()
         mask = torch.ones(num_new, length, dtype=torch.bool).tril(length - num_new) if is_causal else None
+        if tree_mask is not None:
+            mask[:, length - num_new :] = tree_mask[filled : filled + num_new * num_new].view(num_new, num_new)
+            filled += num_new * num_new
         out[start : start + num_new] = _attend(query[start : start + num_new], key_buffer, value_buffer, rows, mask, scale)
 
 
