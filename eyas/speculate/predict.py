@@ -82,7 +82,9 @@ class Predictor:
 
     def _states(self, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         """Outputs of the aux blocks [len(tokens), 3H]; `cache` holds the tokens before."""
-        states = self._model(input_ids=tokens[None], cache=cache, output_hidden_states=True, logits_to_keep=1).hidden_states
+        states = self._model(
+            input_ids=tokens[None], cache=cache, use_cache=True, output_hidden_states=True, logits_to_keep=1
+        ).hidden_states
         return torch.cat([states[block + 1][0] for block in self._blocks], dim=-1)
 
     def _logits(self, batch: Batch) -> torch.Tensor:
