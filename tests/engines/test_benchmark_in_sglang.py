@@ -33,7 +33,7 @@ pytestmark = pytest.mark.engines
 NUM_SAMPLED = 24
 
 # What an operator would write: ends the server that runs, then starts the next in a process group of its own.
-HOST = """#!/bin/sh
+HOST = """#!/bin/bash
 set -eu
 cd {folder}
 if [ -f pid ]; then
@@ -98,7 +98,7 @@ def _config(config: RunConfig, folder: Path, python: Path) -> RunConfig:
     raw["server"] |= {"kind": "sglang", "urls": [f"http://127.0.0.1:{port}"], "deadline_floor_s": 900}
     raw["operate"]["host"] = {
         "kind": "command",
-        "commands": {"generate": f"sh {script} generate", "none": f"sh {script} none", "draft": f"sh {script} draft {drafting}"},
+        "commands": {"generate": f"bash {script} generate", "none": f"bash {script} none", "draft": f"bash {script} draft {drafting}"},
         "ready_timeout_s": 900,
     }
     raw["benchmark"] = {
