@@ -34,7 +34,6 @@ def test_finished_run_shows_the_numbers_of_its_files(finished_run: RunFolder) ->
         assert str(finished_run.export) in text
 
 
-<<<<<<< HEAD
 def test_learning_curve_and_diagnosis_stand_in_both_reports(finished_run: RunFolder) -> None:
     write_json(finished_run.root / RESULT, result_of(0.8))
     finding = {
@@ -54,7 +53,8 @@ def test_learning_curve_and_diagnosis_stand_in_both_reports(finished_run: RunFol
         assert "25.0%" in text
     assert "75.0% &lt;of&gt; tokens" in html
     assert html.count("<svg") == 4
-=======
+
+
 def test_contexts_longer_than_the_training_are_told_apart(finished_run: RunFolder) -> None:
     """Twelve rows of 38 tokens, a training length of 36."""
     for path in write_report(finished_run):
@@ -73,7 +73,6 @@ def test_a_grid_is_drawn_beside_its_table(finished_run: RunFolder) -> None:
     (drawing,) = re.findall(r'<svg(?:(?!</svg>).)*aria-label="grid".*?</svg>', html, re.DOTALL)
     for text in ("K=3 top-k=2 tokens=6", "requests in flight", ">16<", "position of the draft"):
         assert text in drawing
->>>>>>> 5a9e98a (Draft trees in SGLang's stand-in; run the whole benchmark on one restarted host; grant ties to the layer probe; deploy as a Prefect flow; accept length by context; draw the grid)
 
 
 def test_every_table_names_its_files(finished_run: RunFolder) -> None:
