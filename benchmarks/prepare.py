@@ -46,17 +46,17 @@ class Text:
     def __init__(self, seed: int) -> None:
         from pydoc_data.topics import topics
 
-        self._rng = random.Random(seed)
+        self.rng = random.Random(seed)
         self._words = " ".join(topics.values()).split(" ")
 
     def take(self, mean_chars: int) -> str:
         """A text of an exponentially distributed length around `mean_chars`."""
-        wanted = max(40, min(mean_chars * 8, round(self._rng.expovariate(1 / mean_chars))))
+        wanted = max(40, min(mean_chars * 8, round(self.rng.expovariate(1 / mean_chars))))
         parts: list[str] = []
         num_chars = 0
         while num_chars < wanted:
-            start = self._rng.randrange(len(self._words))
-            part = " ".join(self._words[start : start + self._rng.randint(8, 40)])
+            start = self.rng.randrange(len(self._words))
+            part = " ".join(self._words[start : start + self.rng.randint(8, 40)])
             parts.append(part)
             num_chars += len(part) + 1
         return " ".join(parts)
@@ -98,16 +98,18 @@ def mixed_row(text: Text, index: int) -> dict[str, Any]:
             return {"trajectory": [{"role": "system", "system_prompt": text.take(600)}, *steps]}
 
 
-def traces(text: Text, num_bytes: float) -> Iterator[dict[str, Any]]:
-    """Agent traces of about 50 kB with one of some MB in every thousand, `num_bytes` in all."""
+def reasoning_rows(text: Text, num_bytes: float) -> Iterator[dict[str, Any]]:
+    """Questions with answers of about 25 kB, as reasoning datasets are; a question of some MB in every 5,000, one 20 MB line."""
+    pool = text.take(8_000_000)
     num_written = index = 0
     while num_written < num_bytes:
-        steps = [{"role": ("user", "ai")[turn % 2], "text": text.take(3_500)} for turn in range(15)]
-        if index % 1000 == 500:
-            steps[0]["text"] = text.take(2_000_000)
+        question = text.take(2_000_000 if index % 5_000 == 500 else 1_000)
+        length = 20_000_000 if index == 1_000 else min(len(pool) // 2, round(text.rng.expovariate(1 / 25_000)))
+        start = text.rng.randrange(len(pool) // 2)
+        answer = (pool * 4)[:length] if length > len(pool) else pool[start : start + length]
         index += 1
-        num_written += sum(len(step["text"]) for step in steps)
-        yield {"trajectory": [{"role": "system", "system_prompt": text.take(600)}, *steps]}
+        num_written += len(question) + len(answer)
+        yield {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
 def write_rows(path: Path, rows: Iterator[dict[str, Any]]) -> float:
@@ -217,7 +219,9 @@ def show_profile(config: RunConfig, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure phase 1.")
     parser.add_argument("--rows", type=int, default=100_000, help="rows of mixed shapes")
-    parser.add_argument("--gigabytes", type=float, default=0.0, help="size of one file of agent traces, measured alone")
+    parser.add_argument(
+        "--gigabytes", type=float, default=0.0, help="size of one file of questions with long answers, measured alone"
+    )
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -228,8 +232,8 @@ def main() -> None:
         print(f"{os.cpu_count()} cores; target SmolLM2-135M-Instruct's tokenizer")
         text = Text(0)
         if arguments.gigabytes:
-            source_mb = write_rows(root / "traces.jsonl", traces(text, arguments.gigabytes * 1e9))
-            show("one file", source_mb, measure(_config({"traces": root / "traces.jsonl"}), root))
+            source_mb = write_rows(root / "rows.jsonl", reasoning_rows(text, arguments.gigabytes * 1e9))
+            show("one file", source_mb, measure(_config({"reasoning": root / "rows.jsonl"}), root))
             return
         mixed = root / "mixed"
         mixed.mkdir()

@@ -133,7 +133,11 @@ class _Auditor:
             },
         }
         request = GenerateRequest(rid=prompt.id, input_ids=prompt.input_ids, sampling_params={})
-        reply = accept(orjson.dumps(body), request, decode=self.decode, vocab_size=self._renderer.spec.vocab_size, where=where)
+        try:
+            data = orjson.dumps(body)
+        except TypeError as error:  # lone surrogates, integers above 64 bits
+            raise RecordError("bad_row", f"the row cannot stand in a reply: {error}") from error
+        reply = accept(data, request, decode=self.decode, vocab_size=self._renderer.spec.vocab_size, where=where)
         self._check_end(prompt, reply)
         return prompt, reply
 
@@ -148,7 +152,7 @@ class _Auditor:
     def _find_prompt(self, row: dict[str, Any], prompts: dict[str, Prompt], by_ids: dict[bytes, str]) -> Prompt:
         input_ids = _first(row, _PROMPT_IDS)
         if input_ids is None and isinstance(row.get("prompt"), str):
-            input_ids = self._renderer.encode([row["prompt"]])[0]
+            input_ids = self._encode(row["prompt"])
         if not isinstance(input_ids, list) or not all(isinstance(token, int) for token in input_ids):
             raise RecordError("no_prompt_ids", "neither the prompt's ids nor its rendered text; the template cannot be checked")
         found = by_ids.get(_digest(input_ids))
@@ -158,6 +162,13 @@ class _Auditor:
             raise RecordError(reason, f"the prompt of {len(input_ids)} ids is none of this dataset's")
         own = prompts.get(str(row.get("id")))
         return own if own is not None and own.input_ids == input_ids else prompts[found]
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RecordError("bad_row", f"the prompt is no UTF-8 text: {error.reason}") from error
+        return self._renderer.encode([text])[0]
 
     def _check_end(self, prompt: Prompt, reply: Reply) -> None:
         ends = self._config.generation.sampling.stop_token_ids or self._renderer.spec.eos_token_ids
@@ -179,7 +190,7 @@ def _rows(files: list[Path]) -> Iterator[tuple[str, bytes]]:
 def _parse(raw: bytes) -> dict[str, Any]:
     try:
         row = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordError("not_json", f"the line is not JSON ({error})") from error
     if not isinstance(row, dict):
         raise RecordError("not_json", f"the line holds a {type(row).__name__}, wanted an object")

@@ -153,11 +153,13 @@ class RateCurve:
         error = float(peaks.std() / peaks.mean() / math.sqrt(max(1.0, len(peaks) / 10)))  # neighbours are correlated
         return float(np.median(peaks)), scale, max(0.003, error)
 
-    def slowdown(self, context: float) -> float:
-        """Seconds a token at a mean `context`, relative to today's."""
-        slope = self._slope()
+    def slowdown(self, contexts: Floats, rng: np.random.Generator) -> Floats:
+        """Draws of the seconds a token takes at mean `contexts`, relative to today's; [draws] as `contexts`."""
+        slope, error = self._slope()
+        slopes = np.maximum(0.0, slope * (1 + error * rng.standard_normal(len(contexts))))
         today = float(np.median([item[3] for item in self._recent]))
-        return (1 + slope * context) / (1 + slope * today) if slope and today else 1.0
+        ratios: Floats = (1 + slopes * contexts) / (1 + slopes * today)
+        return ratios if today else np.ones(len(contexts))
 
     def _learn_context(self, context: float, token_s: float) -> None:
         bucket = round(8 * math.log2(context))
@@ -170,16 +172,24 @@ class RateCurve:
         count = min(count + 1, 1000)
         self._contexts[bucket] = (2 ** (bucket / 8), mean + (token_s - mean) / count, count)
 
-    def _slope(self) -> float:
-        """Least squares of seconds a token over the contexts seen; 0 where they are too alike, or speak against it."""
+    def _slope(self) -> tuple[float, float]:
+        """(slope, its relative standard error), least squares of seconds a token over the contexts seen.
+
+        0 where the contexts are too alike, or speak against a cost.
+        """
         seen = np.array([row for row in self._contexts.values() if row[2] >= MIN_LOOKS])
         if len(seen) < 3 or seen[:, 0].max() < 1.3 * seen[:, 0].min():
-            return 0.0
+            return 0.0, 0.0
         contexts, seconds, weights = seen.T
         centre, level = np.average(contexts, weights=weights), np.average(seconds, weights=weights)
-        slope = (weights * (contexts - centre) * (seconds - level)).sum() / (weights * (contexts - centre) ** 2).sum()
+        spread = (weights * (contexts - centre) ** 2).sum()
+        slope = (weights * (contexts - centre) * (seconds - level)).sum() / spread
         intercept = level - slope * centre
-        return float(slope / intercept) if slope > 0 and intercept > 0 else 0.0
+        if slope <= 0 or intercept <= 0:
+            return 0.0, 0.0
+        residuals = seconds - intercept - slope * contexts
+        error = math.sqrt((weights * residuals**2).sum() / (len(seen) - 2) / spread)
+        return float(slope / intercept), float(error / slope * level / intercept)
 
     def _scale(self) -> float:
         running = np.array([2 ** (level / 4) for level in self._levels])
@@ -245,7 +255,7 @@ def forecast(datasets: Sequence[DatasetOutlook], rate: RateCurve, capacity: int,
     peak, scale, error = rate.fit()
     peaks = peak * np.exp(error * rng.standard_normal(NUM_DRAWS))
     drain = _last_requests(np.concatenate(residuals, axis=1), shortest, capacity, rng)  # [draws, last in flight]
-    peaks = peaks / rate.slowdown(float(weighted.sum() / max(1.0, left.sum())))
+    peaks = peaks / rate.slowdown(weighted / np.maximum(1.0, left), rng)  # longer answers cost twice: more tokens, more context
     full_rate = peaks * (1 - math.exp(-max(1, capacity) / scale))
     seconds = np.maximum(0.0, left - drain.sum(axis=1)) / full_rate + _drain_seconds(drain, peaks, scale)
     low, median, high = np.quantile(seconds, [0.1, 0.5, 0.9])

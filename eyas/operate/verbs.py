@@ -206,6 +206,12 @@ def probe_server_verb(options: argparse.Namespace, api_key: str) -> int:
     if not urls:
         raise ConfigError("there is no server to measure; give --url, or server.urls in the config")
     spec = load_target(config.target)
+    num_tokens = options.prompt_tokens + options.new_tokens
+    if min(options.prompt_tokens, options.new_tokens) < 1 or num_tokens > spec.context_length:
+        raise ConfigError(
+            f"--prompt-tokens {options.prompt_tokens} and --new-tokens {options.new_tokens}: each must be at least 1, "
+            f"and both together fit the target's context of {spec.context_length}"
+        )
     ids = (
         Renderer(spec, load_tokenizer(spec), config.target).render([{"role": "user", "content": "Tell me a story."}], []).input_ids
     )

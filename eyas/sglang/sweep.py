@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from eyas.errors import ServerError
+from eyas.errors import EyasError, ServerError
 from eyas.files import atomic_file, write_json
 from eyas.progress import Progress, Report, silent
 from eyas.sglang.client import SGLangClient
@@ -96,7 +96,8 @@ async def sweep(
 ) -> Sweep:
     """Measure `url` level by level until more clients no longer help; `prompt_ids` is a prompt of typical length.
 
-    Each client sends `rounds` requests per level. Raises `ServerError` if the server fails under the load.
+    Each client sends `rounds` requests per level. Raises `ServerError` if the server fails under
+    the load or gives other replies than asked, `RequestRefused` if it takes no such prompt.
     """
     async with SGLangClient(url, config, api_key=api_key) as client:
         info = await client.server_info()
@@ -128,7 +129,7 @@ async def _measure(
     try:
         async with asyncio.TaskGroup() as group:
             loops = [group.create_task(_loop(client, prompt_ids, vocab_size, new_tokens, rounds)) for _ in range(concurrency)]
-    except* ServerError as errors:
+    except* EyasError as errors:
         raise errors.exceptions[0] from errors
     finally:
         watcher.cancel()
@@ -158,7 +159,12 @@ async def _request(client: SGLangClient, prompt_ids: list[int], vocab_size: int,
     sampling = {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
     started = time.monotonic()
     body = await client.generate_raw({"rid": rid, "input_ids": ids, "sampling_params": sampling}, rid=rid, deadline_s=3600.0)
-    num_tokens = len(json.loads(body).get("output_ids") or [])
+    try:
+        num_tokens = len(json.loads(body)["output_ids"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ServerError(
+            f"{client.url}/generate answers {len(body)} bytes without output_ids; is this an SGLang server?"
+        ) from error
     if num_tokens != new_tokens:
         raise ServerError(f"{client.url}/generate gave {num_tokens} tokens, {new_tokens} were asked with ignore_eos; see its log")
     return time.monotonic() - started

@@ -32,6 +32,9 @@ def rows_for(prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {"input_ids": [9, 9], "output_ids": good, "finish_reason": "stop"},
         {"output_ids": good, "finish_reason": "stop"},
         {"input_ids": ids[3], "output_ids": good, "finish_reason": "stop", "meta_info": {"prompt_tokens": len(ids[3]) - 1}},
+        {"prompt": "half a pair \ud83e", "output_ids": good, "finish_reason": "stop"},
+        {"input_ids": ids[3], "output_ids": good, "finish_reason": "stop", "text": "\ud83e"},
+        {"input_ids": ids[3], "output_ids": [1 << 70, END_ID], "finish_reason": "stop"},
     ]
 
 
@@ -45,7 +48,8 @@ EXPECTED = {
     "unknown_prompt": 1,
     "no_prompt_ids": 1,
     "prompt_truncated": 1,
-    "not_json": 1,
+    "not_json": 2,
+    "bad_row": 3,
 }
 
 
@@ -56,10 +60,10 @@ async def test_rows_are_kept_or_refused_by_reason_and_only_the_rest_is_generated
     run = RunFolder(tmp_path / "run").create()
     prompts = write_prompts(run, config, "a", 10)
     path = tmp_path / "old.jsonl"
-    path.write_bytes(b"\n".join(json.dumps(row).encode() for row in rows_for(prompts)) + b"\nbroken\n")
+    path.write_bytes(b"\n".join(json.dumps(row).encode() for row in rows_for(prompts)) + b"\nbroken\n" + b"[" * 100_000)
     audit = await asyncio.to_thread(adopt, run, config, "a", [path])
     assert dict(audit.refused) == EXPECTED
-    assert (audit.rows, audit.kept, audit.cut_by_length) == (13, 3, 1)
+    assert (audit.rows, audit.kept, audit.cut_by_length) == (17, 3, 1)
     assert audit.examples["text_only"].startswith("old.jsonl:5")
     with LoopbackServer(target) as server:
         manifests = await generate(run, config, urls=[server.url])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from eyas.errors import EyasError, ServerError
+from eyas.sglang.client import RequestRefused
 from eyas.sglang.config import ServerConfig
 from eyas.sglang.sweep import Level, Sweep, advise, sweep
 from tests.sglang.loopback import LoopbackServer
@@ -26,6 +29,19 @@ async def test_a_sweep_measures_levels_and_writes_table_and_plot(target: Path, t
     result.write(tmp_path)
     assert "| 4 |" in (tmp_path / "sweep.md").read_text()
     assert (tmp_path / "sweep.svg").read_bytes().startswith(b"<?xml")
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "words"), [("status:400", RequestRefused, "as told"), ("html", ServerError, "without output_ids")]
+)
+async def test_a_server_that_does_not_play_along_is_one_clear_error(
+    target: Path, fault: str, error: type[EyasError], words: str
+) -> None:
+    def behave(payload: dict[str, Any], nth: int) -> str | None:
+        return fault if nth > 1 else None
+
+    with LoopbackServer(target, behave=behave) as server, pytest.raises(error, match=words):
+        await sweep(server.url, ServerConfig(), [5] * 20, vocab_size=200, levels=(2,), new_tokens=8)
 
 
 def made_up(rates: list[float], **changes: float | int) -> Sweep:
