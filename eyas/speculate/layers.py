@@ -4,7 +4,8 @@ A draft's own choice between two near-equal tokens may fall either way in low pr
 flip moves the counts of a reply. So a decision whose gap is at most ε counts for both, ε being the largest |Δlogit| of the
 draft at that place when the target's states come from one forward and from forwards of K + 1 tokens (the measure of
 ties in `eyas.speculate.lossless`). A reply then has a set of possible counts, and a server is only off by its distance
-from that set.
+from that set. Measured on SmolLM2-135M in bf16 with 8 replies of 10 to 160 tokens: off by 0 on the right layers, by 19 and
+30 on shifted ones.
 """
 
 from __future__ import annotations

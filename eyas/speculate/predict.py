@@ -48,6 +48,8 @@ class Predictor:
     def possible(self, prompt: list[int], reply: list[int]) -> frozenset[Counts]:
         """Every count that the chain can have on a greedy reply, ties of the draft falling either way."""
         batch, argmax = self._batch(prompt, reply, len(prompt) + len(reply))
+        if not len(batch.active):  # a reply of one token came from the prefill alone
+            return frozenset({(0, 0)})
         again, _ = self._batch(prompt, reply, len(prompt))
         logits = self._logits(batch)  # [K, M, D]
         epsilon = (logits - self._logits(again)).abs().amax(-1)  # [K, M]

@@ -98,7 +98,11 @@ def _config(config: RunConfig, folder: Path, python: Path) -> RunConfig:
     raw["server"] |= {"kind": "sglang", "urls": [f"http://127.0.0.1:{port}"], "deadline_floor_s": 900}
     raw["operate"]["host"] = {
         "kind": "command",
-        "commands": {mode: f"bash {script} {mode}" for mode in ("generate", "none")} | {"draft": f"bash {script} draft {drafting}"},
+        "commands": {
+            "generate": f"bash {script} generate",
+            "none": f"bash {script} none",
+            "draft": f"bash {script} draft {drafting}",
+        },
         "ready_timeout_s": 900,
     }
     raw["benchmark"] = {

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from eyas.config import RunConfig
 from eyas.engine.process import EngineProcess
@@ -78,15 +77,13 @@ def test_every_check_of_a_right_deployment_holds(deployed: Deployed) -> None:
     assert {"canary replies", "accept length", "prediction", "layers", "speculative_num_steps"} <= set(checks)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_shifted_layer_ids_are_seen_in_the_counts(deployed: Deployed, lively: Any, dtype: str) -> None:
+def test_shifted_layer_ids_are_seen_in_the_counts(deployed: Deployed, lively: Any) -> None:
     """https://github.com/vllm-project/vllm/pull/50170: every reply right, another layer read.
 
     The embedded engine refuses such a draft, so the counts of an engine that does not are those of a shifted replay.
     """
-    target = copy.deepcopy(lively).to(getattr(torch, dtype))
     pairs = [(row.prompt_ids, row.reference_ids[: row.loop_free_tokens]) for row in deployed.rows]
-    predictors = {shift: Predictor(deployed.export, deployed.spec, target, K, shift=shift) for shift in (0, -1, 1)}
+    predictors = {shift: Predictor(deployed.export, deployed.spec, lively, K, shift=shift) for shift in (0, -1, 1)}
     possible = {shift: [predictor.possible(*pair) for pair in pairs] for shift, predictor in predictors.items()}
     assert layer_check(predictors[0].counts(pairs), possible).holds
     for shift in (-1, 1):
@@ -96,7 +93,9 @@ def test_shifted_layer_ids_are_seen_in_the_counts(deployed: Deployed, lively: An
 
 
 def test_ties_of_bf16_are_no_alarm(deployed: Deployed) -> None:
-    """Served in bf16 by kernels that sum in another order than the replay does."""
+    """Served in bf16 by kernels that sum in another order than the replay does. (That shifted layers are still seen in bf16
+    takes a real target: tests/engines/test_layer_probe.py.)
+    """
     benchmark = deployed.config.benchmark.model_copy(update={"dtype": "bfloat16"})
     engine = deployed.config.server.engine.model_copy(update={"dtype": "bfloat16"})
     server = deployed.config.server.model_copy(update={"engine": engine})
