@@ -9,6 +9,7 @@ import pytest
 from eyas.speculate.config import BenchmarkConfig, DraftShape
 from eyas.speculate.deploy import Check, decide, identity_checks, result_checks
 from eyas.speculate.report import render_report
+from eyas.speculate.contexts import by_context
 from eyas.speculate.results import GridPoint, Row, Sampled, SetMeasurement, TimedBlock, summarise
 
 
@@ -54,7 +55,8 @@ def measurements() -> list[SetMeasurement]:
 
 
 def results_of(measurements: list[SetMeasurement]) -> dict[str, Any]:
-    return summarise(measurements, engine="embedded", num_draft_tokens=3, min_verifications=100)
+    results = summarise(measurements, engine="embedded", num_draft_tokens=3, min_verifications=100)
+    return results | {"by_context": by_context([row for item in measurements for row in item.rows], 10)}
 
 
 def test_overall_pools_raw_counts_of_the_heldout_prompts(measurements: list[SetMeasurement]) -> None:
