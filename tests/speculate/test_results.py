@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from eyas.speculate.config import BenchmarkConfig, DraftShape
+from eyas.speculate.contexts import by_context
 from eyas.speculate.deploy import Check, decide, identity_checks, result_checks
 from eyas.speculate.report import render_report
-from eyas.speculate.contexts import by_context
 from eyas.speculate.results import GridPoint, Row, Sampled, SetMeasurement, TimedBlock, summarise
 
 
