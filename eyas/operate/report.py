@@ -95,7 +95,8 @@ def _plots(
         drawn["training"] = plots.training_curves(rows, replays)
     if curve := read_curve(run):
         trained = _manifest(run.draft)
-        reached = (trained.counts.done, float(trained.figures["accept_length"])) if trained else None
+        best = max((float(row["accept_length"]) for row in replays), default=None)
+        reached = (trained.counts.done, best) if trained and best is not None else None
         drawn["learning_curve"] = plots.learning_curve(curve, reached)
     if intervals := _intervals(results):
         drawn["accept"] = plots.accept_lengths(intervals)

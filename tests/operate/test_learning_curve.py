@@ -69,26 +69,28 @@ def test_a_finished_run_is_measured_on_its_own_order(tmp_path: Path, here: list[
 
 def test_a_fixed_number_of_steps_is_shared_out(tmp_path: Path, here: list[list[str]]) -> None:
     run, config = finished(tmp_path)
-    fixed = config.model_copy(update={"draft": config.draft.model_copy(update={"max_steps": 100})})
+    fixed = config.model_copy(update={"draft": config.draft.model_copy(update={"max_steps": 20})})
     write_json(run.run_json, {"config": fixed.model_dump(mode="json")})
     points = learning_curve(run, fixed, share=0.2)["points"]
-    assert {point["records"]: point["steps"] for point in points} == {12: 20, 30: 50, 60: 100}, "128 records at least, so all sixty"
+    assert {point["records"]: point["steps"] for point in points} == {12: 4, 30: 10, 60: 20}, "128 records at least, so all sixty"
 
 
 def test_what_was_trained_before_an_interruption_is_not_trained_again(
     tmp_path: Path, here: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, config = finished(tmp_path)
+    monkeypatch.setattr(module, "SIZES", (0.5, 1.0))
+    monkeypatch.setattr(module, "MIN_RECORDS", 24)
     questions = iter(range(10**9))
-    monkeypatch.setattr(curve, "stop_signals", lambda: _Stops(questions, after=20))
+    monkeypatch.setattr(curve, "stop_signals", lambda: _Stops(questions, after=5))
     with pytest.raises(AssertionError):  # the child's exit code is 130
-        learning_curve(run, config, share=1.0)
+        learning_curve(run, config, share=0.4)
     assert not (run.root / RESULT).exists()
     asked = next(questions)
     monkeypatch.setattr(curve, "stop_signals", lambda: _Stops(questions, after=10**9))
-    result = learning_curve(run, config, share=1.0)
-    assert next(questions) - asked < 71 - 12, "steps of the first points were taken once"
-    fresh = learning_curve(run, config, share=1.0)
+    result = learning_curve(run, config, share=0.4)
+    assert next(questions) - asked < 23 - 2, "steps of the first points were taken once"
+    fresh = learning_curve(run, config, share=0.4)
     assert result["points"] == fresh["points"], "and the curve is that of an unbroken one"
 
 

@@ -98,8 +98,7 @@ async def test_the_learning_curve_is_measured_once_while_generation_runs_and_tol
 ) -> None:
     told: list[tuple[str, str]] = []
     monkeypatch.setattr("flows.early.emit", lambda alert, run, message: told.append((alert, message)))
-    monkeypatch.setattr("flows.early.RECORDS", 10**9)  # no rehearsal before the end
-    monkeypatch.setattr("flows.early.RESULT", "run.json")
+    monkeypatch.setattr("flows.early.RESULT", ".")  # as if the rehearsal had been
     monkeypatch.setattr("flows.early.needed_replies", lambda run, config: 1)
     row = {"records": 2, "accept_length": 2.0, "low": 1.9, "high": 2.1, "rest_buys": 0.1, "rest_low": 0.0, "rest_high": 0.2}
     result = {"predictions": [{**row, "share": share} for share in (0.5, 1.0)], "stop_share": 1.0, "tolerance": 0.02, "points": []}

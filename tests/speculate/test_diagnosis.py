@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from eyas.draft.data import Record
 from eyas.errors import ArtifactError, ConfigError
-from eyas.speculate.diagnosis import Finding, data, diagnose, handover, render
+from eyas.speculate.diagnosis import Finding, data, diagnose, handover, outcome, render
 from eyas.target.reasoning import ReasoningFormat
 from eyas.workspace import RunFolder
 from tests.draft.runs import D, H, V
@@ -163,7 +163,7 @@ def test_a_gap_between_trained_and_held_out_is_named_first(made: Selfmade, tmp_p
 
 
 def test_a_dataset_that_lags_is_named_first(made: Selfmade, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "MIN_COLUMNS", 30)
+    monkeypatch.setattr(outcome, "MIN_COLUMNS", 30)
     spoil = noisy(made, 0.6)
     worse = [replace(spoil(record), dataset="b") if n % 2 else record for n, record in enumerate([*made.train, *made.heldout])]
     found = causes(replace(made, train=worse[:6], heldout=worse[6:]).write(tmp_path / "run"), made)
