@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,7 +154,8 @@ async def train_phase(job: Job, merged: Manifest, hidden: Manifest) -> Manifest:
     """Phase 5: the trainer, a child process, then the folder that engines load; gives the export's manifest."""
     with job.phase("train"):
         inputs = digests({"merged": merged, "hidden": hidden})
-        trained = await run_standing(job.results, train_draft, job.run.draft, inputs=inputs, **job.shared)
+        async with _states(job) if job.config.hidden.disk_budget else nullcontext():
+            trained = await run_standing(job.results, train_draft, job.run.draft, inputs=inputs, **job.shared)
         return await run_standing(job.results, export_draft, job.run.export, inputs=digests({"draft": trained}), **job.shared)
 
 

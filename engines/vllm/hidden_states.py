@@ -1,4 +1,4 @@
-"""vLLM's hidden-states connector on a CPU: its own code, without the pinned memory that a CPU build does not have.
+"""vLLM's hidden-states connector on a CPU: its own code, without what a CPU build lacks: pinned memory, and events that can be asked.
 
 Used as `kv_connector` with `kv_connector_module_path` naming this module, in the place of `ExampleHiddenStatesConnector`.
 """
@@ -7,8 +7,32 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as original
 
 
+class _Event:
+    """A copy on a CPU is done when it returns; the stand-in of vLLM's CPU build cannot say so (it has no `query`)."""
+
+    def record(self, stream=None):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def query(self):
+        return True
+
+
+class _Cuda:
+    """torch.cuda, but for its events."""
+
+    Event = _Event
+
+    def __getattr__(self, name):
+        return getattr(torch.cuda, name)
+
+
 class _Torch:
-    """torch, as that module sees it, but for `pin_memory`."""
+    """torch, as that module sees it, but for `pin_memory` and events."""
+
+    cuda = _Cuda()
 
     def __getattr__(self, name):
         return getattr(torch, name)

@@ -1,8 +1,8 @@
 """What training reads of a run: order, split, vocabulary map and states, and how records become batches.
 
 An epoch is the merged order, permuted by seed and epoch after the first; batches are cut from it greedily by
-a token budget, so the same seed gives the same batches anywhere. A record longer than the budget stands
-alone. One thread reads ahead while the trainer computes.
+a token budget, so the same seed gives the same batches anywhere (under a disk budget window by window, see
+`eyas.hidden.window`). A record longer than the token budget stands alone. One thread reads ahead while the trainer computes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from eyas.errors import ArtifactError
 from eyas.files import digest_file
 from eyas.hidden.codec import CODECS
 from eyas.hidden.store.reader import HiddenStore
+from eyas.hidden.window import WindowedStore
 from eyas.workspace import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -52,11 +53,13 @@ class Corpus:
     t2d: torch.Tensor  # [V] bool
 
     @classmethod
-    def open(cls, run: RunFolder) -> Corpus:
-        """Read order and map of `run`; raises `ArtifactError` where a file is missing, damaged or contradicts another."""
+    def open(cls, run: RunFolder, store: HiddenStore | None = None) -> Corpus:
+        """Read order and map of `run`, states from `store` or its whole one.
+
+        Raises `ArtifactError` where a file is missing, damaged or contradicts another."""
         datasets, teaching = _read_tokens(run.merged / "tokens.parquet")
         vocab = read_map(run.merged / "vocab_map.safetensors")
-        store = HiddenStore(run.hidden)
+        store = HiddenStore(run.hidden) if store is None else store
         quarantined = store.quarantined()
         if quarantined:
             logger.warning("records=%d of the merged order have no states and are left out, see %s", len(quarantined), run.hidden)
@@ -75,6 +78,11 @@ class Corpus:
             t2d=vocab[1],
         )
         missing = ({*corpus.train, *corpus.heldout}) - set(store.ids())
+        if missing and "disk_budget" in store.manifest.config:
+            raise ArtifactError(
+                f"{run.hidden} keeps only held-out states (hidden.disk_budget); to read those of training records outside of "
+                "training, set hidden.disk_budget to 0 and run the extraction again"
+            )
         if missing:
             raise ArtifactError(
                 f"{run.hidden} lacks {len(missing)} records of the merged order, such as {min(missing)}; run the extraction again"
@@ -107,7 +115,10 @@ class Corpus:
         )
 
     def epoch(self, epoch: int, seed: int, batch_tokens: int) -> list[list[str]]:
-        """The batches of an epoch as lists of ids."""
+        """The batches of an epoch as lists of ids; under a disk budget none reaches over the end of a window."""
+        if isinstance(self.store, WindowedStore):
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+            return [batch for window in self.store.windows(self.train, generator) for batch in self.pack(window, batch_tokens)]
         order = self.train
         if epoch:
             generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
@@ -146,6 +157,7 @@ def read_ahead(
 
     def fill() -> None:
         try:
+            corpus.store.expect([record_id for ids in batches for record_id in ids])
             for ids in batches:
                 batch = make_batch([corpus.record(record_id) for record_id in ids], num_steps)
                 if not hand_over(batch.pinned() if device.type == "cuda" else batch):

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 from eyas.config import RunConfig, parse_config
@@ -26,6 +26,7 @@ from eyas.draft.trainer import Trainer
 from eyas.draft.world import World, joined, own_device
 from eyas.errors import ArtifactError, EyasError
 from eyas.files import read_json
+from eyas.hidden.window import open_store, shared_threads
 from eyas.manifest import Counts, Manifest, file_entries, fingerprint, finished_manifest, now, verify_manifest
 from eyas.progress import Report, recorder, silent
 from eyas.target.spec import load_target
@@ -85,7 +86,9 @@ def train(
             return finished
         (run.draft / "manifest.json").unlink(missing_ok=True)
         started_at = now()
-        corpus = Corpus.open(run)
+        store = open_store(run, config)
+        threads = shared_threads(config)[1] if config.hidden.disk_budget else config.draft.threads
+        corpus = Corpus.open(run, store)
         baseline = world.same(lambda: replay_baseline(run, config, target, corpus))
         trainer = Trainer(
             folder=run.draft,
@@ -93,14 +96,17 @@ def train(
             target=target,
             spec=training_spec(run, config, target, len(corpus.d2t)),
             start=starting_weights(run, config, corpus.d2t),
-            config=config.draft,
+            config=config.draft.model_copy(update={"threads": threads}),
             num_draft_tokens=config.benchmark.num_draft_tokens,
             fingerprint=print_,
             world=world,
         )
-        if not trainer.run(report if world.is_first else silent, should_stop):
+        with closing(store):
+            is_done = trainer.run(report if world.is_first else silent, should_stop)
+        if not is_done:
             raise Interrupted(f"training of {run.root} stopped at step {trainer.state.step}; run the same command to continue")
-        reasons = {"no_supervised_token": len(corpus.unsupervised), "no_states": len(corpus.without_states)}
+        refused = store.refused() & set(corpus.train)
+        reasons = {"no_supervised_token": len(corpus.unsupervised), "no_states": len(corpus.without_states) + len(refused)}
 
         def write_manifest() -> Manifest:
             best = named_checkpoint(run.draft / "checkpoints", "best")
@@ -110,10 +116,10 @@ def train(
                 fingerprint=print_,
                 inputs=inputs,
                 config=settings,
-                counts=Counts.of(done=len(set(corpus.train)), rejected=sum(reasons.values())),
+                counts=Counts.of(done=len(set(corpus.train) - refused), rejected=sum(reasons.values())),
                 rejected_by_reason={reason: count for reason, count in reasons.items() if count},
                 files=file_entries(run.draft, [f"checkpoints/{best.name}/{MODEL}", "checkpoints/best"]),
-                figures=trainer.figures() | ({"baseline": baseline} if baseline else {}),
+                figures=trainer.figures() | store.figures() | ({"baseline": baseline} if baseline else {}),
                 started_at=started_at,
             ).write(run.draft)
 

@@ -40,6 +40,12 @@ class HiddenConfig(Settings):
     )
     shard_bytes: int = Field(default=256 << 20, ge=1 << 20, description="Wanted size of one shard, in bytes.")
     batch_tokens: int = Field(default=4096, ge=16, description="Tokens of one forward pass.")
+    disk_budget: int = Field(
+        default=0,
+        ge=0,
+        description="Bytes that hidden states may take: training then extracts its records in every epoch anew, a window of "
+        "shards ahead of itself, and only held-out states stay. 0 stores everything once.",
+    )
     disk_reserve_bytes: int = Field(default=1 << 30, ge=0, description="Bytes that must stay free on the disk.")
     probe_records: int = Field(default=64, ge=0, description="Replies on which the source is proven before it runs.")
     min_greedy_agreement: float = Field(
@@ -48,4 +54,4 @@ class HiddenConfig(Settings):
     reject_limit: float = Field(
         default=0.02, ge=0, le=1, description="Share of records without states above which the stage exits with 3."
     )
-    threads: int = Field(default=0, ge=0, description="Torch threads; 0 takes every core.")
+    threads: int = Field(default=0, ge=0, description="Torch threads; 0 takes every core, or half of them beside a trainer.")

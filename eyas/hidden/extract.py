@@ -21,10 +21,10 @@ from eyas.config import RunConfig
 from eyas.errors import ArtifactError, TooManyRejects
 from eyas.files import atomic_file, json_line
 from eyas.hidden.codec import CODECS, CodecName
-from eyas.hidden.disk import check_disk, store_bytes
+from eyas.hidden.disk import Window, check_disk, store_bytes, window_of
 from eyas.hidden.kind import STATES_VERSION, StoreKind, resolve_kind, started_at
 from eyas.hidden.locks import held
-from eyas.hidden.plan import Line, ShardPlan, checked_lines, finished_entry, plan_shards, record_rules
+from eyas.hidden.plan import Line, ShardPlan, finished_entry, plan_shards, planned, planned_lines, record_rules
 from eyas.hidden.probe import states_fault
 from eyas.hidden.proving import ensure_proven
 from eyas.hidden.sources.opening import open_source
@@ -58,8 +58,10 @@ def extract(run: RunFolder, config: RunConfig, report: Report = silent) -> Manif
         return _within_limit(standing, config)
     plans = [plan for dataset in config.prompts.datasets for plan in plan_shards(run, config, dataset.name)]
     missing = [plan for plan in plans if finished_entry(run, plan, kind) is None]
+    window = _window(run, config, spec, kind)
     num_records, num_tokens = sum(plan.num_records for plan in missing), sum(plan.num_tokens for plan in missing)
-    check_disk(run.hidden, store_bytes(num_records, num_tokens, spec.hidden_size, kind.codec), config.hidden.disk_reserve_bytes)
+    need_bytes = store_bytes(num_records, num_tokens, spec.hidden_size, kind.codec) + window.room_bytes
+    check_disk(run.hidden, need_bytes, config.hidden.disk_reserve_bytes)
     meter = _Meter(report, missing, plans)
     later = [plan for plan in missing if not _try_shard(run, config, spec, kind, plan, meter, waits=False)]
     for plan in later:  # another process has them in hand, or died over them
@@ -95,9 +97,10 @@ def finish_extraction(run: RunFolder, config: RunConfig) -> Manifest:
                 if entry is None:
                     raise ArtifactError(f"{run.hidden / plan.name}.safetensors is missing or not whole; run the extraction again")
                 entries.append(entry)
+        window = _window(run, config, spec, kind)
         rejects = _write_index(run, entries)
-        strays = _clear(run, entries)
-        manifest = _manifest(run, config, kind, entries, rejects, strays).write(run.hidden)
+        strays = _clear(run, {entry.name for entry in entries} | set(window.shards))
+        manifest = _manifest(run, config, kind, entries, rejects, strays, window).write(run.hidden)
     return _within_limit(manifest, config)
 
 
@@ -129,6 +132,8 @@ def _try_shard(
         if finished_entry(run, plan, kind) is None:
             source = open_source(config, spec, kind)
             ensure_proven(run, config, spec, kind, source)
+            for dead in run.hidden.glob(f".{plan.name}.safetensors.*.tmp"):  # its writer was killed: the lock is ours now
+                dead.unlink(missing_ok=True)
             need_bytes = store_bytes(plan.num_records, plan.num_tokens, spec.hidden_size, kind.codec)
             check_disk(run.hidden, need_bytes, config.hidden.disk_reserve_bytes)
             _write_plan(run, config, spec, kind, plan, source, lambda count: meter.add(plan.dataset, count))
@@ -146,9 +151,7 @@ def _write_plan(
     source: Source,
     on_tokens: Callable[[int], None],
 ) -> None:
-    path = run.responses(plan.dataset) / RESPONSES_NAME
-    rules = record_rules(config, spec, plan.dataset)
-    lines = list(checked_lines(path, rules, start=plan.start, end=plan.end, first_line=plan.first_line))
+    lines = list(planned_lines(run, record_rules(config, spec, plan.dataset), plan))
     quarantined = [line.reject for line in lines if line.reject is not None]
     shard = _Filling([line for line in lines if line.record is not None], spec.hidden_size)
     for index, states in source.extract(shard.sequences):
@@ -162,7 +165,8 @@ def _write_plan(
             quarantined.append(Quarantined(id=shard.record_id(index), reason="bad_states", where=where, detail=fault))
         on_tokens(len(shard.sequences[index]))
     kept = [index for index in range(len(shard.lines)) if index in shard.filled]
-    (run.hidden / MANIFEST_NAME).unlink(missing_ok=True)  # from here on the old index is no longer right
+    if not plan.is_windowed:
+        (run.hidden / MANIFEST_NAME).unlink(missing_ok=True)  # from here on the old index is no longer right
     top_targets = open_top_targets(run, spec, kind) if CODECS[kind.codec].final is None else None
     size_bytes, sha256 = write_shard(run.hidden / f"{plan.name}.safetensors", shard.tensors(kept, kind.codec, top_targets))
     entry = ShardEntry(
@@ -178,7 +182,18 @@ def _write_plan(
         size_bytes=size_bytes,
         sha256=sha256,
     )
+    _warn_if_changed(run, entry)
     write_entry(run.hidden, entry)
+
+
+def _warn_if_changed(run: RunFolder, entry: ShardEntry) -> None:
+    """A shard that is extracted again should be the bytes that it was: training reads it as if it had never gone."""
+    try:
+        before = load_entry(run.hidden / entry.sidecar_name)
+    except ArtifactError:
+        return
+    if (before.kind, before.plan) == (entry.kind, entry.plan) and before.sha256 != entry.sha256:
+        logger.warning("shard=%s came out differently than before: its source does not repeat itself exactly", entry.name)
 
 
 class _Filling:
@@ -231,8 +246,16 @@ def _fingerprint(run: RunFolder, config: RunConfig, kind: StoreKind) -> tuple[st
         "max_line_bytes": config.merging.max_line_bytes,
         "shard_bytes": config.hidden.shard_bytes,
         "batch_tokens": config.hidden.batch_tokens,
+        **({"disk_budget": config.hidden.disk_budget} if config.hidden.disk_budget else {}),
     }
     return fingerprint("extract", VERSION * 1000 + STATES_VERSION, inputs=inputs, config=settings), inputs, settings
+
+
+def _window(run: RunFolder, config: RunConfig, spec: TargetSpec, kind: StoreKind) -> Window:
+    """What `hidden.disk_budget` leaves to training, empty without one; raises `ConfigError` if it is too small."""
+    datasets = config.prompts.datasets if config.hidden.disk_budget else []
+    plans = [plan for dataset in datasets for plan, _ in planned(run, config, dataset.name)]
+    return window_of(plans, config.hidden.disk_budget, spec.hidden_size, kind.codec)
 
 
 def _standing(run: RunFolder, config: RunConfig, kind: StoreKind) -> Manifest | None:
@@ -274,11 +297,10 @@ def _write_index(run: RunFolder, entries: list[ShardEntry]) -> list[Quarantined]
     return rejects
 
 
-def _clear(run: RunFolder, entries: list[ShardEntry]) -> list[str]:
+def _clear(run: RunFolder, ours: set[str]) -> list[str]:
     """Remove what killed or outdated extractions left; returns the names of shard files that are none of ours."""
     for temporary in run.hidden.glob(".shard-*.tmp"):
         temporary.unlink(missing_ok=True)
-    ours = {entry.name for entry in entries}
     strays = []
     for path in sorted(run.hidden.glob("shard-*.safetensors")):
         if path.stem in ours:
@@ -296,7 +318,13 @@ def _clear(run: RunFolder, entries: list[ShardEntry]) -> list[str]:
 
 
 def _manifest(
-    run: RunFolder, config: RunConfig, kind: StoreKind, entries: list[ShardEntry], rejects: list[Quarantined], strays: list[str]
+    run: RunFolder,
+    config: RunConfig,
+    kind: StoreKind,
+    entries: list[ShardEntry],
+    rejects: list[Quarantined],
+    strays: list[str],
+    window: Window,
 ) -> Manifest:
     wanted, inputs, settings = _fingerprint(run, config, kind)
     num_duplicates = sum(reject.reason == "duplicate_id" for reject in rejects)
@@ -317,6 +345,7 @@ def _manifest(
             "bytes": sum(entry.size_bytes for entry in entries),
             "shards": len(entries),
             "strays": strays,
+            **window.figures(),
         },
     )
 

@@ -32,16 +32,29 @@ class ShardPlan(BaseModel):
     num_records: int
     num_tokens: int
     digest: str
+    is_heldout: bool | None = None
+    """Under a disk budget: of its lines only held-out records, or only the others. None takes all."""
 
     @property
     def name(self) -> str:
         """Name of the shard's files without suffix."""
         return f"shard-{self.dataset}-{self.number:05d}"
 
+    @property
+    def is_windowed(self) -> bool:
+        """True if training extracts this shard each time that it needs it, and removes it."""
+        return self.is_heldout is False
+
 
 def plan_shards(run: RunFolder, config: RunConfig, dataset: str) -> list[ShardPlan]:
-    """Cut a dataset's responses, in their order, into shards of about `hidden.shard_bytes`.
+    """The shards of a dataset that are stored for good: all of `planned`, or under a disk budget those of held-out records."""
+    return [plan for plan, _ in planned(run, config, dataset) if not plan.is_windowed]
 
+
+def planned(run: RunFolder, config: RunConfig, dataset: str) -> list[tuple[ShardPlan, dict[str, int]]]:
+    """Cut a dataset's responses, in their order, into shards of about `hidden.shard_bytes`; each with its ids and their lengths.
+
+    Under a disk budget a shard is at most about a sixteenth of it, and held-out records have shards of their own.
     Raises `ArtifactError` where the responses are not what their manifest says, `GateError` where they are
     unfinished or none of them can be used.
     """
@@ -51,18 +64,21 @@ def plan_shards(run: RunFolder, config: RunConfig, dataset: str) -> list[ShardPl
     if not manifest.is_complete:
         raise GateError(f"responses of {dataset} are unfinished: {manifest.counts.pending} pending; run the generation again")
     kind = resolve_kind(run, config.hidden, spec)
-    most_tokens = max(1, config.hidden.shard_bytes // bytes_per_token(spec.hidden_size, kind.codec))
+    budget = config.hidden.disk_budget
+    shard_bytes = min(config.hidden.shard_bytes, budget // 16) if budget else config.hidden.shard_bytes
+    most_tokens = max(1, shard_bytes // bytes_per_token(spec.hidden_size, kind.codec))
     path = folder / RESPONSES_NAME
-    plans: list[ShardPlan] = []
-    state = _Open(dataset, kind, 0, 1)
-    for line in checked_lines(path, record_rules(config, spec, dataset)):
-        state.add(line)
-        if state.num_tokens >= most_tokens:
-            plans.append(state.close(len(plans), line.end))
-            state = _Open(dataset, kind, line.end, line.number + 1)
-    if state.num_lines:
-        plans.append(state.close(len(plans), path.stat().st_size))
-    if plans and not sum(plan.num_records for plan in plans):
+    plans: list[tuple[ShardPlan, dict[str, int]]] = []
+    for part in (True, False) if budget else (None,):
+        state = _Open(dataset, kind, 0, 1, part)
+        for line in checked_lines(path, record_rules(config, spec, dataset), is_heldout=part):
+            state.add(line)
+            if state.num_tokens >= most_tokens:
+                plans.append((state.close(len(plans), line.end), state.lengths))
+                state = _Open(dataset, kind, line.end, line.number + 1, part)
+        if state.num_lines:
+            plans.append((state.close(len(plans), path.stat().st_size), state.lengths))
+    if plans and not sum(plan.num_records for plan, _ in plans):
         raise GateError(f"dataset {dataset}: none of its responses in {path} can be used; mend its generation or take it out")
     return plans
 
@@ -78,8 +94,28 @@ class Line(BaseModel):
     reject: Quarantined | None
 
 
-def checked_lines(path: Path, rules: RecordRules, *, start: int = 0, end: int | None = None, first_line: int = 1) -> Iterator[Line]:
-    """Check the lines [start, end) of a response file."""
+def planned_lines(run: RunFolder, rules: RecordRules, plan: ShardPlan) -> Iterator[Line]:
+    """The lines of a planned shard, checked."""
+    path = run.responses(plan.dataset) / RESPONSES_NAME
+    return checked_lines(path, rules, start=plan.start, end=plan.end, first_line=plan.first_line, is_heldout=plan.is_heldout)
+
+
+def checked_lines(
+    path: Path,
+    rules: RecordRules,
+    *,
+    start: int = 0,
+    end: int | None = None,
+    first_line: int = 1,
+    is_heldout: bool | None = None,
+) -> Iterator[Line]:
+    """Check the lines [start, end) of a response file; of one part, what has no record goes with the held-out ones."""
+    for line in _lines(path, rules, start=start, end=end, first_line=first_line):
+        if is_heldout is None or is_heldout == (line.record is None or line.record.is_heldout):
+            yield line
+
+
+def _lines(path: Path, rules: RecordRules, *, start: int, end: int | None, first_line: int) -> Iterator[Line]:
     pending: tuple[int, bytes] | None = None
     size = path.stat().st_size if end is None else end
     for position, number, content in read_lines(path, rules.max_line_bytes, start=start, end=end):
@@ -121,8 +157,10 @@ def _check(path: Path, rules: RecordRules, number: int, content: bytes, *, end: 
 class _Open:
     """A plan that is being filled."""
 
-    def __init__(self, dataset: str, kind: StoreKind, start: int, first_line: int) -> None:
+    def __init__(self, dataset: str, kind: StoreKind, start: int, first_line: int, is_heldout: bool | None) -> None:
         self.dataset, self.kind, self.start, self.first_line = dataset, kind, start, first_line
+        self.is_heldout = is_heldout
+        self.lengths: dict[str, int] = {}
         self.num_lines = self.num_records = self.num_tokens = 0
         self._digest = hashlib.blake2b(kind.digest().encode(), digest_size=16)
 
@@ -132,6 +170,7 @@ class _Open:
             self.num_records += 1
             self.num_tokens += len(line.record.tokens)
             record = line.record
+            self.lengths[record.id] = len(record.tokens)
             self._digest.update(f"{record.id} {self.kind.address(record.tokens)} {record.prompt_tokens}\n".encode())
         elif line.reject is not None:
             self._digest.update(f"{line.reject.where} {line.reject.reason}\n".encode())
@@ -146,4 +185,5 @@ class _Open:
             num_records=self.num_records,
             num_tokens=self.num_tokens,
             digest=self._digest.hexdigest(),
+            is_heldout=self.is_heldout,
         )

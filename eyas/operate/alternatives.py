@@ -11,8 +11,11 @@ from eyas.operate.forecast import Forecast, TargetSizes, forecast, whole_phase
 from eyas.operate.phases import Phase
 from eyas.operate.status import PhaseStatus
 from eyas.operate.volumes import Volumes
+from eyas.operate.wording import size
 
 SUBSETS = (0.5, 0.25)
+WINDOW_SHARE = 0.25
+"""Of all hidden states, what the plan offers to keep on disk at a time."""
 SMALLER_CODECS: tuple[CodecName, ...] = ("int4", "int4_top")
 """What they keep of this target is measured by `benchmarks/codecs.py`."""
 
@@ -43,9 +46,13 @@ def alternatives(
         outlook = _instead(base, config, sizes, counted, account, statuses)
         rows.append(_row("replies capped at half", f"generation.max_new_tokens={max(caps) // 2}", account, outlook, config))
     for codec in SMALLER_CODECS if config.hidden.codec == "bf16" else ():
-        coded = config.model_copy(update={"hidden": config.hidden.model_copy(update={"codec": codec})})
-        outlook = forecast(coded, sizes, counted, statuses)
+        outlook = forecast(_with_hidden(config, codec=codec), sizes, counted, statuses)
         rows.append(_row(f"hidden states in {codec}, once tried", f"hidden.codec={codec}", counted, outlook, config))
+    whole = whole_phase("extract", _with_hidden(config, disk_budget=0), sizes, counted).disk_bytes
+    budget = 0 if config.hidden.disk_budget else round(whole * WINDOW_SHARE)
+    name = f"training extracts within {size(budget)}" if budget else "all hidden states stored, extracted once"
+    outlook = forecast(_with_hidden(config, disk_budget=budget), sizes, counted, statuses)
+    rows.append(_row(name, f"hidden.disk_budget={budget}", counted, outlook, config))
     if config.server.kind == "sglang":
         num_servers = len(config.server.urls)
         outlook = _instead(base, config, sizes, counted, counted, statuses, speed=2.0)
@@ -60,6 +67,10 @@ def _expected(curve: Mapping[str, Any] | None, share: float) -> dict[str, Any]:
     if found is None:
         return {}
     return {"accept_length": [found["accept_length"], found["low"], found["high"]], "accept_length_lost": found["rest_buys"]}
+
+
+def _with_hidden(config: RunConfig, **changes: Any) -> RunConfig:
+    return config.model_copy(update={"hidden": config.hidden.model_copy(update=changes)})
 
 
 def _instead(

@@ -139,6 +139,9 @@ def whole_phase(phase: Phase, config: RunConfig, sizes: TargetSizes, counted: Vo
     elif phase == "extract":
         per_token = bytes_per_token(sizes.hidden_size, config.hidden.codec)
         disk, at_most = tokens * per_token, min(most, records * config.merging.max_tokens) * per_token
+        if config.hidden.disk_budget:  # training extracts the rest as it goes
+            tokens = round(tokens * (1 - counted.train_share))
+            disk, at_most = (min(amount, config.hidden.disk_budget) for amount in (disk, at_most))
         hours = 2 * sizes.num_parameters * tokens / CORE_FLOPS / cores / 3600
         if config.hidden.source != "transformers":
             hours, basis = None, "unknown before the first shard"
@@ -150,6 +153,11 @@ def whole_phase(phase: Phase, config: RunConfig, sizes: TargetSizes, counted: Vo
             trained = min(trained, config.draft.max_steps * config.draft.batch_tokens * config.draft.accumulate)
         tokens = round(trained)
         hours = 1.2 * 6 * parameters * config.draft.num_unroll_steps * trained / CORE_FLOPS / cores / 3600
+        if config.hidden.disk_budget:
+            hours += 2 * sizes.num_parameters * trained / CORE_FLOPS / cores / 3600
+            basis += ", extraction in every epoch included"
+            if config.hidden.source != "transformers":
+                hours, basis = None, "unknown before the first shard"
     else:
         records = config.benchmark.prompts_per_set * len(config.benchmark.sets)
         tokens = records * config.benchmark.max_new_tokens

@@ -81,7 +81,8 @@ def needed_replies(run: RunFolder, config: RunConfig) -> int:
 
 def _source(run: RunFolder, config: RunConfig, share: float, small: Path) -> tuple[RunFolder, int, int]:
     """Where order and states of the points are, training records of the whole run, and those at hand."""
-    if (run.merged / "manifest.json").is_file() and (run.hidden / "manifest.json").is_file():
+    is_stored = (run.merged / "manifest.json").is_file() and (run.hidden / "manifest.json").is_file()
+    if is_stored and not config.hidden.disk_budget:
         total = int(load_manifest(run.merged).figures["order_entries"])
         return run, total, total
     from eyas.hidden.extract import extract

@@ -12,6 +12,7 @@ import asyncio
 import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,14 +149,18 @@ def _merge(work: _Work) -> Manifest:
 def _extract(work: _Work) -> Manifest:
     from eyas.hidden.extract import extract
 
-    if work.config.hidden.urls:  # servers of their own: the host has no mode to change
+    with _extracting(work):
         return extract(work.run, work.config, report=work.report)
-    with work.host().serving("extract"):  # also what frees the processors where we compute the states ourselves
-        return extract(work.run, work.config, report=work.report)
+
+
+def _extracting(work: _Work) -> AbstractContextManager[Any]:
+    """Servers that give states, if they are not servers of their own; also what frees the processors for our own source."""
+    return nullcontext() if work.config.hidden.urls else work.host().serving("extract")
 
 
 def _train(work: _Work) -> Manifest:
-    train_in_child(work.run, report=work.report)
+    with _extracting(work) if work.config.hidden.disk_budget else nullcontext():
+        train_in_child(work.run, report=work.report)
     from eyas.draft.export import export_draft
 
     return export_draft(work.run, work.config)

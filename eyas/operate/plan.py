@@ -19,6 +19,7 @@ from typing import Any
 from eyas.config import RunConfig
 from eyas.errors import ConfigError, EyasError
 from eyas.files import read_json, write_bytes, write_json
+from eyas.hidden.codec import bytes_per_token
 from eyas.manifest import now
 from eyas.operate.alternatives import alternatives
 from eyas.operate.curve_result import advice, read_curve
@@ -132,8 +133,25 @@ def check_disk(outlook: Forecast, config: RunConfig, folder_free_bytes: int, whe
     raise ConfigError(
         f"disk of {where} has {size(folder_free_bytes)} free; the run still writes about {size(outlook.disk_bytes_to_write)} "
         f"({size(largest.disk_bytes)} in phase {largest.phase}) and keeps {size(reserve)} free (hidden.disk_reserve_bytes); "
-        "free space, choose another --run or a smaller hidden.codec, or lower prompts.subsample"
+        "free space, choose another --run or a smaller hidden.codec, keep only a window of states (hidden.disk_budget), or lower "
+        "prompts.subsample"
     )
+
+
+def check_budget(outlook: Forecast, config: RunConfig, hidden_size: int) -> None:
+    """Refuse, with the numbers, a `hidden.disk_budget` that held-out states alone would fill; raises `ConfigError`.
+
+    A shard is a sixteenth of the budget, and two must fit beside them; the extraction checks this again with counted records.
+    """
+    budget = config.hidden.disk_budget
+    item = next(item for item in outlook.phases if item.phase == "extract")
+    heldout_bytes = item.tokens * bytes_per_token(hidden_size, config.hidden.codec)
+    if budget and heldout_bytes + budget // 8 > budget:
+        raise ConfigError(
+            f"hidden.disk_budget is {size(budget)}; held-out states, which every replay reads, take about {size(heldout_bytes)} "
+            f"({item.tokens:,} tokens) and leave no room for two shards of {size(budget // 16)}; raise it to at least "
+            f"{size(round(heldout_bytes * 8 / 7) + 1)}, choose a smaller hidden.codec, or lower prompts.heldout_share"
+        )
 
 
 def free_bytes(folder: os.PathLike[str] | str) -> int:

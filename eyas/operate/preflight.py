@@ -14,7 +14,7 @@ from eyas.errors import ConfigError
 from eyas.merging.config import MergingConfig
 from eyas.operate.forecast import Forecast, forecast, sizes_of
 from eyas.operate.hosts import check_server
-from eyas.operate.plan import check_disk, free_bytes
+from eyas.operate.plan import check_budget, check_disk, free_bytes
 from eyas.operate.status import read_status
 from eyas.operate.volumes import volumes
 from eyas.target.spec import TargetSpec, load_target
@@ -40,6 +40,7 @@ def preflight(root: Path, config: RunConfig, *, api_key: str = "") -> Forecast:
         for url in config.server.urls:
             check_server(url, config, api_key=api_key)
     outlook = outlook_of(root, config, spec)
+    check_budget(outlook, config, spec.hidden_size)
     check_disk(outlook, config, free_bytes(root), str(root))
     return outlook
 
@@ -118,6 +119,12 @@ def check_values(spec: TargetSpec, config: RunConfig) -> None:
             "raise it: 8192 to 32768 is usual"
         )
     dataset_names(config)
+    num_processes = config.draft.processes * config.draft.hosts
+    if config.hidden.disk_budget and num_processes > 1:
+        raise ConfigError(
+            f"hidden.disk_budget is {config.hidden.disk_budget:,} and {num_processes} processes are to train; a window of shards "
+            "serves one: set draft.processes and draft.hosts to 1, or hidden.disk_budget to 0"
+        )
 
 
 def _longest_context(spec: TargetSpec, config: RunConfig) -> int:

@@ -63,6 +63,7 @@ def small_config(config: RunConfig, datasets: Mapping[str, int], *, draft: Mappi
     raw["merging"]["mixture"] = {name: weight for name, weight in raw["merging"]["mixture"].items() if name in datasets}
     raw["draft"] |= draft
     raw["hidden"]["probe_records"] = min(raw["hidden"]["probe_records"], HELDOUT)
+    raw["hidden"]["disk_budget"] = 0  # so few states are stored
     return RunConfig.model_validate(raw)
 
 

@@ -343,7 +343,7 @@ def _run_phases(options: argparse.Namespace, api_key: str, phases: Sequence[Phas
 
 
 def _dry_run(root: Path, config: RunConfig) -> int:
-    from eyas.operate.plan import check_disk, free_bytes
+    from eyas.operate.plan import check_budget, check_disk, free_bytes
     from eyas.operate.preflight import check_files, check_sources, check_target, check_values, outlook_of
     from eyas.operate.screen import render_outlook
     from eyas.target.spec import load_target
@@ -355,6 +355,7 @@ def _dry_run(root: Path, config: RunConfig) -> int:
     check_values(spec, config)
     outlook, free = outlook_of(root, config, spec), free_bytes(root)
     Console(highlight=False).print(render_outlook(outlook, free))
+    check_budget(outlook, config, spec.hidden_size)
     check_disk(outlook, config, free, str(root))
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from eyas.files import read_json
 from eyas.operate.alternatives import alternatives
 from eyas.operate.decision import Declined, decide
 from eyas.operate.forecast import TargetSizes, forecast
-from eyas.operate.plan import PlanKeeper, check_disk, render_plan
+from eyas.operate.plan import PlanKeeper, check_budget, check_disk, render_plan
 from eyas.operate.status import read_status
 from eyas.operate.volumes import volumes
 from eyas.progress import Progress, recorder
@@ -95,8 +96,26 @@ def test_alternatives_cost_in_proportion(run: RunFolder, config: RunConfig) -> N
     assert rows["replies capped at half"]["tokens"] == 5_000
     coded = rows["hidden states in int4, once tried"]
     assert coded["set"] == "hidden.codec=int4"
+    window = next(row for row in rows.values() if "disk_budget" in row["set"])
+    assert window["hours"] > whole["hours"]  # extraction in every epoch
+    assert window["disk_bytes"] < whole["disk_bytes"]
+    budget = int(window["set"].partition("=")[2])
+    budgeted = config.model_copy(update={"hidden": config.hidden.model_copy(update={"disk_budget": budget})})
+    back = [row for row in alternatives(budgeted, SIZES, volumes(run, config), statuses) if row["set"] == "hidden.disk_budget=0"]
+    assert [(row["hours"], row["disk_bytes"]) for row in back] == [(whole["hours"], whole["disk_bytes"])]
     saved = 8 * SIZES.hidden_size - (3 * SIZES.hidden_size * 4.5 + SIZES.hidden_size * 8.5) / 8  # bytes a token
     assert whole["disk_bytes"] - coded["disk_bytes"] == round(saved * volumes(run, config).merged_tokens)
+
+
+def test_a_budget_that_heldout_states_would_fill_is_refused_with_numbers(run: RunFolder, config: RunConfig) -> None:
+    tokens = round(volumes(run, config).merged_tokens * config.prompts.heldout_share)
+    need = tokens * (8 * SIZES.hidden_size + 5)
+    for budget, is_refused in ((need, True), (round(need * 8 / 7) + 20, False)):
+        tight = config.model_copy(update={"hidden": config.hidden.model_copy(update={"disk_budget": budget})})
+        outlook = forecast(tight, SIZES, volumes(run, tight))
+        assert phase(outlook, "extract").disk_bytes == budget  # type: ignore[attr-defined]
+        with pytest.raises(ConfigError, match=f"{tokens:,} tokens.*raise it to at least") if is_refused else nullcontext():
+            check_budget(outlook, tight, SIZES.hidden_size)
 
 
 def test_without_quotas_nothing_is_known_before_phase_1(run: RunFolder, config_file: Callable[..., Path]) -> None:

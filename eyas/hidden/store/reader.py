@@ -7,9 +7,10 @@ checked to be finite whenever a record is read. What is not in the index is neve
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -84,18 +85,21 @@ class HiddenStore:
     def record(self, record_id: str) -> Record:
         """One record; raises `ArtifactError` naming record and layer if a state is not finite, or the id unknown."""
         shard, row, num_tokens = self._row(record_id)
-        tensors = self._open(shard)
-        start, end = tensors["offsets"][row : row + 2].tolist()
-        if end - start != num_tokens:
-            raise ArtifactError(f"record {record_id}: {shard} holds {end - start} rows, the index says {num_tokens}")
-        rows, codec = slice(start, end), CODECS[self.kind.codec]
-        aux = decode("aux", tensors, rows, codec.aux)
-        final = decode_top(tensors, rows) if codec.final is None else decode("final", tensors, rows, codec.final)
-        if (fault := not_finite(aux, final)) is not None:
-            raise ArtifactError(
-                f"record {record_id} in {self.folder / shard}: {fault}; remove the shard and run the extraction again"
-            )
-        return Record(tokens=tensors["tokens"][start:end], loss_mask=tensors["loss_mask"][start:end], aux=aux, final=final)
+        return read_record(self._open(shard), row, num_tokens, self.kind, f"record {record_id} in {self.folder / shard}")
+
+    def expect(self, ids: Sequence[str]) -> None:
+        """Told what will be read, in order, before it is read; a whole store has no need to know."""
+
+    def refused(self) -> set[str]:
+        """Ids whose states were refused while training read them; a whole store knows its own beforehand (`quarantined`)."""
+        return set()
+
+    def figures(self) -> dict[str, Any]:
+        """What a training's manifest says of its reading."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing runs that would have to end."""
 
     def verify(self) -> Iterator[str]:
         """Deep verification, shard by shard: digests, shapes, content addresses, finite states; yields each good shard's name."""
@@ -136,6 +140,19 @@ class HiddenStore:
                 entry = self._entry(shard)
                 self._shards[shard] = open_shard(self.folder, entry, self.kind, checks_digest=self._checks_digests)
             return self._shards[shard]
+
+
+def read_record(tensors: dict[str, torch.Tensor], row: int, num_tokens: int, kind: StoreKind, where: str) -> Record:
+    """Record number `row` of an open shard, decoded; raises `ArtifactError` about `where` if it is not what it should be."""
+    start, end = tensors["offsets"][row : row + 2].tolist()
+    if end - start != num_tokens:
+        raise ArtifactError(f"{where}: the shard holds {end - start} rows, the index says {num_tokens}")
+    rows, codec = slice(start, end), CODECS[kind.codec]
+    aux = decode("aux", tensors, rows, codec.aux)
+    final = decode_top(tensors, rows) if codec.final is None else decode("final", tensors, rows, codec.final)
+    if (fault := not_finite(aux, final)) is not None:
+        raise ArtifactError(f"{where}: {fault}; remove the shard and run the extraction again")
+    return Record(tokens=tensors["tokens"][start:end], loss_mask=tensors["loss_mask"][start:end], aux=aux, final=final)
 
 
 def not_finite(aux: torch.Tensor, final: torch.Tensor) -> str | None:
