@@ -1,16 +1,20 @@
 """The child process that extracts shards on demand, one after the other, while a training reads them.
 
 It reads one JSON line with the run's config, then one line for each wanted shard, and answers each with a line:
-`{}` or the error. The end of its input, which a parent's death is too, ends it after the shard in hand, and a
-shard is whole or absent. Signals meant for the trainer do not reach it.
+`{}` or the error. The end of its input, which a parent's death is too, ends it at once: a shard is whole or
+absent. Signals meant for the trainer do not reach it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import queue
 import subprocess
 import sys
+import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,8 @@ class Producer:
 
     def __init__(self, run: RunFolder, config: RunConfig, *, threads: int) -> None:
         self.log = run.logs / LOG_NAME
+        self.pending: deque[str] = deque()
+        """Shards that were asked for and not answered yet, in that order."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
@@ -45,6 +51,7 @@ class Producer:
 
     def ask(self, plan: ShardPlan) -> None:
         """Have a shard extracted after those that were asked for before."""
+        self.pending.append(plan.name)
         self._say(plan.model_dump())
 
     def wait(self) -> None:
@@ -58,6 +65,7 @@ class Producer:
                 f"extraction beside the training: {answer['error']} (log {self.log}); the last checkpoint is kept: run the same "
                 "command again to continue from it"
             )
+        self.pending.popleft()
 
     def close(self) -> None:
         """End the child at once, in the middle of a shard if need be."""
@@ -80,8 +88,10 @@ def main() -> None:
 
     run = RunFolder(Path(sys.argv[1]))
     config = parse_config(json.loads(sys.stdin.readline()), where="of the training")
-    for line in sys.stdin:
-        plan = ShardPlan.model_validate_json(line)
+    wanted: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_listen, args=(wanted,), daemon=True).start()
+    while True:
+        plan = ShardPlan.model_validate_json(wanted.get())
         answer: dict[str, Any] = {}
         try:
             extract_shard(run, config, plan)
@@ -90,6 +100,12 @@ def main() -> None:
         print(json.dumps(answer), flush=True)
         if answer:
             return
+
+
+def _listen(wanted: queue.Queue[str]) -> None:
+    for line in sys.stdin:
+        wanted.put(line)
+    os._exit(0)  # the trainer is gone, perhaps killed: who continues it has an extraction of its own
 
 
 if __name__ == "__main__":

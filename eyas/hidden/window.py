@@ -92,6 +92,8 @@ class WindowedStore(HiddenStore):
         left = Counter(shard for shard in (self._row(record_id)[0] for record_id in ids) if shard in self._sizes)
         if not left:
             return
+        if self._producer is not None and self._producer.pending:
+            self.close()  # what the schedule before this one asked for would come beside what this one has room for
         self._left, self._coming, self._held = left, deque(left), set()  # a Counter keeps the order of first sight
         room = self._room_bytes
         for name in self._sizes:
@@ -152,8 +154,8 @@ class WindowedStore(HiddenStore):
     def _open(self, shard: str) -> dict[str, torch.Tensor]:
         if shard in self._sizes and shard not in self._shards:
             begun = time.monotonic()
-            while finished_entry(self._run, self._plans[shard], self.kind) is None:
-                self._extracting().wait()
+            while self._producer is not None and shard in self._producer.pending:
+                self._producer.wait()  # its answer, not its file: another process may have written that, and ours would miss it
             self._waited_s += time.monotonic() - begun
             entry = load_entry(self.folder / f"{shard}.json")
             self._shards[shard] = open_shard(self.folder, entry, self.kind, checks_digest=True)
