@@ -1,4 +1,4 @@
-"""vLLM's hidden-states connector on a CPU: its own code, without what a CPU build lacks: pinned memory, and events that can be asked.
+"""vLLM's hidden-states connector on a CPU: its own code, without pinned memory and with events that can be asked.
 
 Used as `kv_connector` with `kv_connector_module_path` naming this module, in the place of `ExampleHiddenStatesConnector`.
 """
