@@ -10,6 +10,7 @@ from eyas.files import read_json
 from eyas.workspace import RunFolder
 
 RESULT = "learning-curve.json"
+_KEYS = {"points", "total_records", "predictions", "epochs", "stop_share", "tolerance"}
 
 
 def read_curve(run: RunFolder) -> dict[str, Any] | None:
@@ -18,7 +19,7 @@ def read_curve(run: RunFolder) -> dict[str, Any] | None:
         result = read_json(run.root / RESULT)
     except ArtifactError:
         return None
-    return result if isinstance(result, dict) and result.get("predictions") else None
+    return result if isinstance(result, dict) and result.keys() >= _KEYS else None
 
 
 def advice(result: Mapping[str, Any]) -> str:

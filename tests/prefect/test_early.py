@@ -100,8 +100,18 @@ async def test_the_learning_curve_is_measured_once_while_generation_runs_and_tol
     monkeypatch.setattr("flows.early.emit", lambda alert, run, message: told.append((alert, message)))
     monkeypatch.setattr("flows.early.RESULT", ".")  # as if the rehearsal had been
     monkeypatch.setattr("flows.early.needed_replies", lambda run, config: 1)
-    row = {"records": 2, "accept_length": 2.0, "low": 1.9, "high": 2.1, "rest_buys": 0.1, "rest_low": 0.0, "rest_high": 0.2}
-    result = {"predictions": [{**row, "share": share} for share in (0.5, 1.0)], "stop_share": 1.0, "tolerance": 0.02, "points": []}
+    row = {
+        "records": 2,
+        "steps": 2,
+        "accept_length": 2.0,
+        "low": 1.9,
+        "high": 2.1,
+        "rest_buys": 0.1,
+        "rest_low": 0.0,
+        "rest_high": 0.2,
+    }
+    result = {"predictions": [{**row, "share": share} for share in (0.5, 1.0)], "stop_share": 1.0, "tolerance": 0.02}
+    result |= {"points": [], "total_records": 4, "epochs": [], "limit": {}}
 
     def learning_curve(run: Any, config: Any) -> dict[str, Any]:
         paper.made["curve"] += 1
@@ -110,7 +120,7 @@ async def test_the_learning_curve_is_measured_once_while_generation_runs_and_tol
 
     monkeypatch.setattr("eyas.operate.learning_curve.learning_curve", learning_curve)
     paper.holds["B1_glaive"] = asyncio.Event()
-    work = asyncio.create_task(run_pipeline(run, config_with(operate=OVERLAP), until="generate"))
+    work = asyncio.create_task(run_pipeline(run, config_with(operate=OVERLAP), until="merge"))
     await asyncio.wait_for(happens(paper, "curve"), 60)
     paper.holds["B1_glaive"].set()
     assert (await work).is_completed()
@@ -118,5 +128,5 @@ async def test_the_learning_curve_is_measured_once_while_generation_runs_and_tol
     assert "the second half buys +0.10" in told[0][1]
     plan = json.loads(Path(run, "plan.json").read_bytes())
     assert plan["learning_curve"] == told[0][1], "the plan says it at once"
-    assert (await run_pipeline(run, config_with(operate=OVERLAP), until="merge")).is_completed()
+    assert (await run_pipeline(run, config_with(operate=OVERLAP), until="extract")).is_completed()
     assert paper.made["curve"] == 1
