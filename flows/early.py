@@ -67,7 +67,7 @@ async def _extract(job: Job, name: str, manifest: Manifest, one_at_a_time: async
 
 async def _first_replies(job: Job, is_over: asyncio.Event) -> None:
     """Rehearse once, then measure the learning curve once, each as soon as there are replies enough."""
-    if not (job.run.root / RESULT).exists() and await _replies(job, RECORDS, is_over):
+    if not (job.run.root / RESULT).is_file() and await _replies(job, RECORDS, is_over):
         await _rehearse(job)
     if job.config.operate.learning_curve_share and not (job.run.root / CURVE).is_file():
         await _learn(job, is_over)

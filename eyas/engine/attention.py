@@ -34,7 +34,7 @@ class AttentionPlan:
     """What `kernels` must know of a step, the same for every layer: G groups of rows, each of one request.
 
     A decoding request is one group and writes its own keys and values. A prompt's piece is cut into groups of 16 rows, to keep
-    every core busy, and is written before any of them attends. Groups are dealt to the threads by cost, the dearest first.
+    every core busy, and is written before any of them attends. Groups are dealt to the threads by cost, the costliest first.
     """
 
     def __init__(self, decoding: Sequence[Rows], prompts: Sequence[Rows]) -> None:
@@ -49,19 +49,16 @@ class AttentionPlan:
         tables = np.zeros((len(groups), int(num_pages.max(initial=1))), dtype=np.int64)
         for table, count, group in zip(tables, num_pages.tolist(), groups, strict=True):
             table[:count] = group[3][:count]
-        dearest = np.argsort(-num_pages * (2 + counts), kind="stable")  # a page is loaded once, then read by every row
+        costliest = np.argsort(-num_pages * (2 + counts), kind="stable")  # a page is loaded once, then read by every row
         threads = numba.get_num_threads()
-        order = np.concatenate([dearest[thread::threads] for thread in range(threads)])
+        order = np.concatenate([costliest[thread::threads] for thread in range(threads)])
         self.starts, self.counts, self.firsts, self.tables = starts[order], counts[order], firsts[order], tables[order]
         self.writes = order < len(decoding)
-        self.prompt_rows = np.array([row for rows in prompts for row in range(rows.start, rows.stop)], dtype=np.int64)
-        self.prompt_positions = np.array(
-            [rows.first + row - rows.start for rows in prompts for row in range(rows.start, rows.stop)], dtype=np.int64
-        )
-        self.prompt_pages = np.array(
-            [rows.pages[(rows.first + row - rows.start) // PAGE] for rows in prompts for row in range(rows.start, rows.stop)],
-            dtype=np.int64,
-        )
+        none = np.zeros(0, dtype=np.int64)
+        places = [np.arange(rows.first, rows.first + rows.stop - rows.start) for rows in prompts]
+        pages = [np.array(rows.pages, dtype=np.int64)[place // PAGE] for rows, place in zip(prompts, places, strict=True)]
+        self.prompt_rows = np.concatenate([none, *(np.arange(rows.start, rows.stop) for rows in prompts)])
+        self.prompt_positions, self.prompt_pages = np.concatenate([none, *places]), np.concatenate([none, *pages])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ class Keeper:
             logger.warning("engine died url=%s; starting it again, %d of %d", self._engine.url, number, _MAX_RESTARTS)
             try:
                 self._engine.start()
-            except EyasError as error:
+            except (EyasError, OSError) as error:  # no memory for a process, say
                 logger.warning("engine did not start again url=%s: %s", self._engine.url, error)
                 self._is_over.wait(_LOOK_S)
         logger.error("engine died again url=%s after %d restarts; it is left alone", self._engine.url, _MAX_RESTARTS)

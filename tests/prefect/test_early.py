@@ -98,7 +98,8 @@ async def test_the_learning_curve_is_measured_once_while_generation_runs_and_tol
 ) -> None:
     told: list[tuple[str, str]] = []
     monkeypatch.setattr("flows.early.emit", lambda alert, run, message: told.append((alert, message)))
-    monkeypatch.setattr("flows.early.RESULT", ".")  # as if the rehearsal had been
+    Path(run).mkdir(parents=True, exist_ok=True)
+    Path(run, "rehearsal.json").write_text("{}")  # the rehearsal has been
     monkeypatch.setattr("flows.early.needed_replies", lambda run, config: 1)
     row = {
         "records": 2,
