@@ -240,7 +240,7 @@ def throughput_curve(found: Throughput) -> str:
 
 
 def forecast_curve(found: ForecastHistory) -> str:
-    """When generation was said to end, with its interval, against when it ended."""
+    """When generation was said to end, with its interval, against when it ended; what lies above three times that is counted."""
     with _drawing("forecast", 5.2, 2.6) as (figure, output):
         axis = figure.subplots()
         unit, scale = ("hours", 1.0) if found.hours[-1] > 3 else ("minutes", 60.0)
@@ -257,7 +257,11 @@ def forecast_curve(found: ForecastHistory) -> str:
         axis.plot(times, [value * scale for value in found.end], color=SERIES[0], label="forecast")
         if found.actual is not None:
             axis.axhline(found.actual * scale, color=SERIES[1], linewidth=1.2, linestyle="--", label="as it came")
-        axis.set_ylim(bottom=0)
+        top = 3 * (found.end[-1] if found.actual is None else found.actual)
+        above = [value for value in found.end if value > top]
+        axis.set_ylim(0, top * scale if max(found.high) > top else None)
+        if above:
+            axis.set_title(f"{len(above)} of {len(found.end)} forecasts lie above, up to {max(above) * scale:,.0f} {unit}")
         axis.set_xlabel(f"{unit} since generation began")
         axis.set_ylabel(f"end, in {unit}")
         axis.legend(loc="lower right")

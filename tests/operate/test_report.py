@@ -9,6 +9,7 @@ import pytest
 
 from eyas.errors import ConfigError
 from eyas.files import read_json, write_json
+from eyas.operate import plots, series
 from eyas.operate.curve_result import RESULT
 from eyas.operate.report import write_report
 from eyas.progress import Progress, recorder
@@ -59,6 +60,24 @@ def test_contexts_longer_than_the_training_are_told_apart(finished_run: RunFolde
     """Twelve rows of 38 tokens, a training length of 36."""
     for path in write_report(finished_run):
         assert "up to 72 (longer than any trained record)" in path.read_text()
+
+
+def test_a_forecast_far_off_does_not_flatten_the_rest() -> None:
+    hours, end = [0.1, 0.2, 0.3, 0.4], [20.0, 0.5, 0.6, 0.5]
+    low, high = [9.0, 0.4, 0.4, 0.4], [40.0, 0.8, 0.7, 0.6]
+    drawing = plots.forecast_curve(series.ForecastHistory(hours=hours, end=end, low=low, high=high, actual=0.5))
+    assert "1 of 4 forecasts lie above, up to 1,200 minutes" in drawing
+    labels = {float(text) for text in re.findall(r">(\d+)</text>", drawing)}
+    assert max(labels) <= 90, "three times the thirty minutes that it took"
+
+
+def test_a_benchmark_of_an_older_version_is_shown_without_what_it_lacks(finished_run: RunFolder) -> None:
+    results = read_json(finished_run.benchmark / "results.json")
+    del results["by_context"], results["trained_tokens"]
+    write_json(finished_run.benchmark / "results.json", results)
+    for path in write_report(finished_run):
+        assert f"{results['accept_length']['overall']:.3f}" in path.read_text()
+        assert "context, tokens" not in path.read_text()
 
 
 def test_a_grid_is_drawn_beside_its_table(finished_run: RunFolder) -> None:
