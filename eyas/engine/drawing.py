@@ -170,11 +170,11 @@ def _block_mass(weights: Any, start: Any) -> Any:
 @_inner
 def _look_up(weights: Any, wanted: Any) -> Any:
     """The id at which the running sum of `weights` passes `wanted`; rounding never leads to an id of weight 0."""
-    block = 0
+    block, left = 0, wanted
     for start in range(0, weights.shape[0], _BLOCK):
         mass = _block_mass(weights, start)
         if mass > 0:
-            block = start
+            block, left = start, wanted
             if wanted < mass:
                 break
             wanted -= mass
@@ -182,7 +182,7 @@ def _look_up(weights: Any, wanted: Any) -> Any:
     for i in range(block, min(block + _BLOCK, weights.shape[0])):
         if weights[i] > 0:
             last = i
-            if wanted < weights[i]:
+            if left < weights[i]:
                 break
-            wanted -= weights[i]
+            left -= weights[i]
     return last

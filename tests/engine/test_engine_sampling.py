@@ -64,10 +64,12 @@ def test_draws_follow_the_probabilities_and_never_hit_zero() -> None:
     assert chi_square_z(seen, probs) < 4
 
 
-@pytest.mark.parametrize("number", [0.0, 1 - 2**-53, 1.0])  # rounding can reach the end
-def test_the_ends_of_the_unit_interval_draw_tokens_that_have_mass(number: float) -> None:
+@pytest.mark.parametrize(("number", "token"), [(0.0, 2), (1 - 2**-53, 4), (1.0, 4)])
+def test_the_ends_of_the_unit_interval_draw_tokens_that_have_mass(number: float, token: int) -> None:
+    """Rounding can reach 1 itself."""
     probs = torch.tensor([[0.0, 0.0, 0.5, 0.0, 0.5, 0.0, 0.0]])
-    assert float(probs[0, int(draw(probs, [number]))]) > 0
+    assert draw(probs, [number]).tolist() == [token]
+    assert draw(torch.nn.functional.pad(probs, (512, 512)), [number]).tolist() == [512 + token]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
