@@ -27,7 +27,7 @@ $(READY): requirements/lock.txt requirements/demo-data.txt pyproject.toml
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v in ((3, 11), (3, 12)) else f"eyas needs Python 3.11 or 3.12, this is {v[0]}.{v[1]}; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --no-deps $$(grep -E '^(torch|ninja)==' requirements/lock.txt)
+	$(BIN)/pip install --quiet --no-deps $$(grep -E '^(torch|ninja|setuptools)==' requirements/lock.txt)
 	grep -vE '^deepspeed==' requirements/lock.txt > $(VENV)/lock-without-deepspeed.txt
 	$(BIN)/pip install --quiet --no-deps -r $(VENV)/lock-without-deepspeed.txt
 	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-deps --no-build-isolation $$(grep -E '^deepspeed==' requirements/lock.txt)
@@ -84,4 +84,4 @@ lock:
 	build/lock/bin/pip install --quiet torch==2.13.0 ninja
 	DS_BUILD_OPS=0 build/lock/bin/pip install --quiet '.[local,train,watch,ray,dev]'
 	{ echo "# Every package of the development and run environment, pinned; written by \`make lock\`."; \
-	  build/lock/bin/pip freeze | grep -vE '^(eyas|-e )' | sed 's/^\(torch==[0-9.]*\)+cpu/\1/'; } > requirements/lock.txt
+	  build/lock/bin/pip freeze --all | grep -vE '^(eyas|pip|-e )' | sed 's/^\(torch==[0-9.]*\)+cpu/\1/'; } > requirements/lock.txt
