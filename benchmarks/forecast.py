@@ -140,20 +140,19 @@ def main() -> None:
         return
     print(f"peak {rate(LIMIT):.0f} tokens/s, scale {options.scale}")
     table("stationary", [run_once(seed, scale=options.scale) for seed in range(options.seeds)])
-    few = max(10, options.seeds // 5)
     cost = 1 / 8000
     title = "a token takes 1 + context / 8,000 as long"
-    table(title, [run_once(seed, scale=options.scale, context_cost=cost) for seed in range(few)])
+    table(title, [run_once(seed, scale=options.scale, context_cost=cost) for seed in range(options.seeds)])
     shocks = [
         ("warm-up: 30 % of the speed until 1 % is done", 0.01, lambda share: 0.3 if share < 0.01 else 1.0),
         ("half of the servers lost at 40 %", 0.4, lambda share: 0.5 if share > 0.4 else 1.0),
     ]
     for title, shock_at, speed in shocks:
-        runs = [run_once(seed, scale=options.scale, speed=speed, shock_at=shock_at) for seed in range(few)]
+        runs = [run_once(seed, scale=options.scale, speed=speed, shock_at=shock_at) for seed in range(options.seeds)]
         table(title, runs, is_after_shock=True)
     print("\nlengths up by 25 % from each dataset's half on: tokens left of that dataset, hours after its half")
     print("| hours after | datasets | median abs error | mean error |\n|---|---|---|---|")
-    ratios = [pair for seed in range(few) for pair in drifted_datasets(seed, scale=options.scale, drift=0.25)]
+    ratios = [pair for seed in range(options.seeds) for pair in drifted_datasets(seed, scale=options.scale, drift=0.25)]
     for hours in HOURS_AFTER:
         values = np.array([ratio for at, ratio in ratios if at == hours])
         if len(values):

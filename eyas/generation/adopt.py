@@ -26,7 +26,7 @@ from eyas.files import read_json_lines
 from eyas.generation.asking import Record, clock
 from eyas.generation.dataset import DatasetRun, require_dataset
 from eyas.generation.records import PENDING, Prompt, done_entry
-from eyas.generation.sampling import record_seed, resolve_sampling
+from eyas.generation.sampling import check_stop_tokens, record_seed, resolve_sampling
 from eyas.sglang.replies import GenerateRequest, Reply, ReplyError, accept
 from eyas.target.rendering import Renderer
 from eyas.target.spec import load_target
@@ -74,6 +74,7 @@ async def _adopt(run: RunFolder, config: RunConfig, name: str, files: list[Path]
     require_dataset(config, run, name)
     spec = load_target(config.target)
     renderer = Renderer(spec, load_tokenizer(spec), config.target)
+    check_stop_tokens(config.generation, spec, renderer.tokenizer)
     auditor = _Auditor(config, renderer)
     dataset = DatasetRun(run, config, spec, resolve_sampling(config.generation, spec), name, auditor.decode)
     await dataset.open(lambda error: None, retry_s=5.0, give_up_s=0.0)

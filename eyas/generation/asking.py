@@ -1,7 +1,8 @@
 """One prompt's way to a reply: attempts on the pool's servers until one is accepted or the record is refused for good.
 
-A deadline that passes doubles that of every later attempt: a server that is slower than expected must not
-lose the work of each of its replies for ever, and one that hangs is found out all the same.
+A deadline is at least three times what a reply of this length takes at present, and one that passes doubles that
+of every later attempt: a server that is slower than expected must not lose the work of each of its replies for
+ever, and one that hangs is found out all the same.
 
 What counts as an attempt of the record is what a server took up and spoiled. Never being sent (no connection),
 being turned away (429, 503) and a kept-alive socket that the server had dropped cost nothing but time, so that
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 RETRY_FIRST_S = 0.5
 RETRY_LAST_S = 30.0
 MOST_PATIENCE = 16.0
+DEADLINE_SHARE = 3.0
 BUSY_RETRY_S = 1.0
 
 
@@ -162,7 +164,8 @@ class Asker:
         sampling = record_sampling(self._sampling, prompt.split, max_new_tokens=cap, seed=record.seed)
         request = GenerateRequest(rid=record.rid, input_ids=prompt.input_ids, sampling_params=sampling)
         patience = self._patience
-        deadline_s = max(limits.deadline_floor_s, cap / limits.min_tokens_per_s) * patience
+        usual_s = DEADLINE_SHARE * self._telemetry.expected_s(cap)
+        deadline_s = max(limits.deadline_floor_s, cap / limits.min_tokens_per_s, usual_s) * patience
         self._in_flight.add(record.rid, server.url)
         try:
             reply = await server.client.generate(

@@ -25,8 +25,11 @@ CONCENTRATION = 4.0  # replies' worth of trust in the log-normal tail, at every 
 POOLED_REPLIES = 8.0  # replies' worth of trust in the pooled shape
 BLOCK = 256
 DRIFT_Z = 4.0
-MIN_LOOKS = 20  # measurements of a context before it counts
+MIN_LOOKS = 20  # measurements of a context before another speed at it counts as odd
 ODD_LOOKS = 10  # measurements in a row that their contexts do not explain, before all are forgotten
+WARM_UP_S = 20.0  # after t seconds of measuring, 20 / t of the rate may be start-up: caches, graphs, the first prompts
+NEIGHBOURS = 10  # looks that follow each other tell as much as one
+SLOPES = np.concatenate([[0.0], np.geomspace(1 / 64_000, 1 / 500, 600)])  # candidate costs of a context, per token of it
 _FIRST_GUESS = (6.0, 1.2)  # log-normal of the reference run's replies: median 403 … mean 829, before the first sample
 
 
@@ -112,6 +115,27 @@ class DatasetOutlook:
     """Mean prompt, in tokens."""
 
 
+@dataclass
+class _ContextLooks:
+    """Measurements at about one context: mean context, mean seconds a token, sum of squared deviations of the latter."""
+
+    context: float = 0.0
+    token_s: float = 0.0
+    squares: float = 0.0
+    count: int = 0
+
+    def add(self, context: float, token_s: float) -> None:
+        """Count one; after 1,000 the old ones fade (Welford's update with a bounded count)."""
+        if self.count >= 1000:
+            self.squares *= 1 - 1 / self.count
+            self.count -= 1
+        self.count += 1
+        delta = token_s - self.token_s
+        self.context += (context - self.context) / self.count
+        self.token_s += delta / self.count
+        self.squares += delta * (token_s - self.token_s)
+
+
 class RateCurve:
     """Tokens per second as measured: R(n, c) = peak · (1 − exp(−n / scale)) / (1 + slope · c), n running of mean context c.
 
@@ -123,14 +147,16 @@ class RateCurve:
         self._window_s = window_s
         self._recent: list[tuple[float, float, float, float]] = []
         self._levels: dict[int, tuple[float, int]] = {}
-        self._contexts: dict[int, tuple[float, float, int]] = {}
+        self._contexts: dict[int, _ContextLooks] = {}
         self._most_running = 0.0
         self._num_odd = 0
+        self._first_s = math.inf
 
     def add(self, time_s: float, running: float, tokens_per_s: float, context: float = 0.0) -> None:
         """One measurement over some seconds, `context` in tokens a request; those with nothing running are left out."""
         if running < 0.5 or tokens_per_s <= 0:
             return
+        self._first_s = min(self._first_s, time_s)
         self._recent.append((time_s, running, tokens_per_s, context))
         while self._recent[0][0] < time_s - self._window_s:
             self._recent.pop(0)
@@ -150,46 +176,50 @@ class RateCurve:
         """(peak tokens/s at today's context, scale in requests, relative standard error of the peak)."""
         scale = self._scale()
         peaks = np.array([rate / (1 - math.exp(-running / scale)) for _, running, rate, _ in self._recent])
-        error = float(peaks.std() / peaks.mean() / math.sqrt(max(1.0, len(peaks) / 10)))  # neighbours are correlated
-        return float(np.median(peaks)), scale, max(0.003, error)
+        error = float(peaks.std() / peaks.mean() / math.sqrt(max(1.0, len(peaks) / NEIGHBOURS)))
+        measured_s = self._recent[-1][0] - self._first_s
+        warm_up = WARM_UP_S / max(measured_s, 2 * WARM_UP_S)
+        return float(np.median(peaks)), scale, max(0.003, math.hypot(error, warm_up))
 
     def slowdown(self, contexts: Floats, rng: np.random.Generator) -> Floats:
         """Draws of the seconds a token takes at mean `contexts`, relative to today's; [draws] as `contexts`."""
-        slope, error = self._slope()
-        slopes = np.maximum(0.0, slope * (1 + error * rng.standard_normal(len(contexts))))
+        slopes = rng.choice(SLOPES, size=len(contexts), p=self._slope_posterior())
         today = float(np.median([item[3] for item in self._recent]))
         ratios: Floats = (1 + slopes * contexts) / (1 + slopes * today)
         return ratios if today else np.ones(len(contexts))
 
     def _learn_context(self, context: float, token_s: float) -> None:
-        bucket = round(8 * math.log2(context))
-        _, mean, count = self._contexts.get(bucket, (0.0, 0.0, 0))
-        if count >= MIN_LOOKS:
-            self._num_odd = 0 if 0.8 < token_s / mean < 1.25 else self._num_odd + 1
+        looks = self._contexts.setdefault(round(8 * math.log2(context)), _ContextLooks())
+        if looks.count >= MIN_LOOKS:
+            self._num_odd = 0 if 0.8 < token_s / looks.token_s < 1.25 else self._num_odd + 1
             if self._num_odd >= ODD_LOOKS:  # other servers now: what was measured before says nothing of them
                 self._contexts.clear()
-                mean, count, self._num_odd = 0.0, 0, 0
-        count = min(count + 1, 1000)
-        self._contexts[bucket] = (2 ** (bucket / 8), mean + (token_s - mean) / count, count)
+                looks = self._contexts.setdefault(round(8 * math.log2(context)), _ContextLooks())
+                self._num_odd = 0
+        looks.add(context, token_s)
 
-    def _slope(self) -> tuple[float, float]:
-        """(slope, its relative standard error), least squares of seconds a token over the contexts seen.
+    def _slope_posterior(self) -> Floats:
+        """Probability of each of `SLOPES`, from the seconds a token took at the contexts seen.
 
-        0 where the contexts are too alike, or speak against a cost.
+        Before any evidence half of it lies on "no cost" and half evenly (in the logarithm) on the others: while little
+        is known, an interval must allow for contexts that will be longer than today's.
         """
-        seen = np.array([row for row in self._contexts.values() if row[2] >= MIN_LOOKS])
-        if len(seen) < 3 or seen[:, 0].max() < 1.3 * seen[:, 0].min():
-            return 0.0, 0.0
-        contexts, seconds, weights = seen.T
-        centre, level = np.average(contexts, weights=weights), np.average(seconds, weights=weights)
-        spread = (weights * (contexts - centre) ** 2).sum()
-        slope = (weights * (contexts - centre) * (seconds - level)).sum() / spread
-        intercept = level - slope * centre
-        if slope <= 0 or intercept <= 0:
-            return 0.0, 0.0
-        residuals = seconds - intercept - slope * contexts
-        error = math.sqrt((weights * residuals**2).sum() / (len(seen) - 2) / spread)
-        return float(slope / intercept), float(error / slope * level / intercept)
+        prior = np.full(len(SLOPES), 0.5 / (len(SLOPES) - 1))
+        prior[0] = 0.5
+        looks = list(self._contexts.values())
+        if len(looks) < 2:
+            return prior
+        contexts, seconds = np.array([item.context for item in looks]), np.array([item.token_s for item in looks])
+        counts = np.array([item.count for item in looks])
+        noise = sum(item.squares for item in looks) / max(1, sum(item.count - 1 for item in looks)) / seconds.mean() ** 2
+        weights = np.maximum(1.0, counts / NEIGHBOURS) / max(noise, 1e-4)
+        shapes = 1 + SLOPES[:, None] * contexts[None, :]  # [slopes, contexts]
+        shares = seconds / shapes  # of the seconds at context 0; equal where the slope is right
+        centres = shares @ weights / weights.sum()
+        misfit = ((shares / centres[:, None] - 1) ** 2) @ weights
+        misfit /= max(1.0, misfit.min() / max(1, len(looks) - 2))  # contexts alone do not explain what is left
+        posterior: Floats = prior * np.exp(-0.5 * (misfit - misfit.min()))
+        return posterior / posterior.sum()
 
     def _scale(self) -> float:
         running = np.array([2 ** (level / 4) for level in self._levels])

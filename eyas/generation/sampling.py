@@ -8,11 +8,14 @@ seed and its id alone: sampled again after a crash, it is sampled alike.
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from eyas.errors import RecordError
+from eyas.errors import ConfigError, RecordError
 from eyas.generation.config import GenerationConfig
 from eyas.target.spec import TargetSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def resolve_sampling(config: GenerationConfig, spec: TargetSpec) -> dict[str, Any]:
@@ -34,6 +37,21 @@ def resolve_sampling(config: GenerationConfig, spec: TargetSpec) -> dict[str, An
         "skip_special_tokens": False,
         "no_stop_trim": True,
     }
+
+
+def check_stop_tokens(config: GenerationConfig, spec: TargetSpec, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `ConfigError` if a configured stop token is none of the tokenizer's: no reply would ever stop at it.
+
+    The model's vocabulary is no measure: it is often padded with rows that stand for no token.
+    """
+    wanted = config.sampling.stop_token_ids
+    known = set(tokenizer.get_vocab().values()) if wanted else set()
+    if strange := [token for token in wanted if token not in known]:
+        raise ConfigError(
+            f"generation.sampling.stop_token_ids holds {strange[0]}, the tokenizer of target {spec.folder} knows "
+            f"{len(known)} tokens up to {max(known)} and not this one; correct it, or leave the list empty to take the target's "
+            f"end tokens {spec.eos_token_ids}"
+        )
 
 
 def record_sampling(sampling: dict[str, Any], split: str, *, max_new_tokens: int, seed: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from eyas.generation.gates import Marks, marks_of
 from eyas.generation.inflight import InFlightLog
 from eyas.generation.proof import prove_rendering
 from eyas.generation.records import Prompt, done_entry, reject_entry
-from eyas.generation.sampling import resolve_sampling
+from eyas.generation.sampling import check_stop_tokens, resolve_sampling
 from eyas.generation.scheduler import choose
 from eyas.generation.telemetry import Telemetry
 from eyas.manifest import Manifest
@@ -81,6 +81,7 @@ class GenerationSession:
             self.spec = await asyncio.to_thread(load_target, self.config.target)
             tokenizer = await asyncio.to_thread(load_tokenizer, self.spec)
             self.renderer = Renderer(self.spec, tokenizer, self.config.target)
+            check_stop_tokens(self.config.generation, self.spec, tokenizer)
             self.sampling = resolve_sampling(self.config.generation, self.spec)
             await self._open_pool()
             await self._abort_left_over()

@@ -66,7 +66,7 @@ class Telemetry:
         elapsed_s, self._last_look = moment - self._last_look, moment
         running = sum(_running(server) for server in self._pool.servers)
         self.tokens_per_s = self._measure(elapsed_s, running, moment)
-        if not pauses:
+        if not pauses and self._token_s:  # before the first reply the servers are reading prompts
             self._curve.add(moment, running, self.tokens_per_s, self._context(datasets))
         servers = [_look_at(server) for server in self._pool.servers]
         snapshot = Snapshot(
@@ -86,15 +86,18 @@ class Telemetry:
         self._write_servers()
 
     async def refresh_forecast(self, datasets: Sequence[DatasetRun]) -> None:
-        """Forecast anew, in a thread."""
+        """Forecast anew, in a thread; while every server is out, from the moment when they are back."""
         outlooks = [self._outlook(dataset) for dataset in datasets]
-        self.forecast = await asyncio.to_thread(forecast, outlooks, self._curve, max(1, self._pool.capacity))
+        self.forecast = await asyncio.to_thread(forecast, outlooks, self._curve, max(1, self._pool.usual_capacity))
+
+    def expected_s(self, num_tokens: int) -> float:
+        """Seconds that a reply of `num_tokens` takes at present, queueing and prefill included; 0 before the first reply."""
+        return self._lead_s + num_tokens * self._token_s
 
     def figures(self) -> dict[str, float | int | str]:
         """Flat figures of the whole session, for every dataset's progress message."""
         figures: dict[str, float | int | str] = {"run_tokens_per_s": round(self.tokens_per_s, 1)}
-        if self.forecast is not None:
-            figures |= self.forecast.figures()
+        figures |= self.forecast.figures() if self.forecast else {"remaining_s": "unknown"}  # never a straight line instead
         alarms = sorted({event.kind for event in self._watch.active.values()})
         if alarms:
             figures["alarms"] = ", ".join(alarms)
@@ -117,15 +120,17 @@ class Telemetry:
 
     def _ages(self, dataset: DatasetRun) -> list[tuple[float, int]]:
         """(tokens so far, start number) of the requests in flight."""
-        moment, token_s = time.monotonic(), self._token_s or 0.05
-        return [(max(0.0, (moment - start - self._lead_s) / token_s), number) for start, number in dataset.flying.values()]
+        moment, pace = time.monotonic(), 1 / self._token_s if self._token_s else 0.0
+        return [(max(0.0, (moment - start - self._lead_s) * pace), number) for start, number in dataset.flying.values()]
 
     def _outlook(self, dataset: DatasetRun) -> DatasetOutlook:
+        ages = self._ages(dataset)
+        num_between_tries = max(0, dataset.share.in_flight - len(ages))  # they begin anew
         return DatasetOutlook(
             name=dataset.name,
             sample=dataset.sample.copy(),
-            num_pending=dataset.share.num_pending,
-            ages=self._ages(dataset),
+            num_pending=dataset.share.num_pending + num_between_tries,
+            ages=ages,
             prompt_tokens=dataset.lengths.mean_prompt,
         )
 

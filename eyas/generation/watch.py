@@ -7,6 +7,7 @@ Rules look at snapshots alone, so that they can be tested without a server. Even
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterator
@@ -23,7 +24,8 @@ EVENTS_NAME = "events.jsonl"
 STALL_LEAST_S = 300.0
 SLOW_SHARE = 0.5
 FALLING_SHARE = 0.75
-NUM_LOOKS = 8  # consecutive looks before a slow server or run is called slow
+NUM_LOOKS = 8  # consecutive looks before a slow run is called slow
+SERVER_LOOKS = 24  # looks whose mean is a server's throughput; one look alone is mostly chance
 BYTES_PER_JOURNAL_BYTE = 3.5  # the journal's line, and its row in tokenized_data.jsonl with ids and mask
 
 Level = Literal["info", "warning", "error"]
@@ -78,8 +80,9 @@ class Watch:
         self.active: dict[tuple[str, str], Event] = {}
         self._rates: deque[float] = deque(maxlen=2000)
         self._slow_looks = 0
-        self._best: dict[tuple[str, int], float] = {}
-        self._falling_looks: dict[str, int] = {}
+        self._looks: dict[str, deque[tuple[tuple[int, int], float]]] = {}
+        self._earlier: dict[tuple[str, tuple[int, int]], tuple[float, int]] = {}
+        self._falling: dict[str, Event] = {}
         self._retractions: dict[str, int] = {}
 
     def look(self, snapshot: Snapshot) -> list[Event]:
@@ -139,18 +142,38 @@ class Watch:
             )
             yield Event(kind="retracting", level="warning", name=server.url, message=message)
         self._retractions[server.url] = server.num_retractions
+        self._compare(server)
+        if server.url in self._falling:
+            yield self._falling[server.url]
+
+    def _compare(self, server: ServerLook) -> None:
+        """Set a server's mean throughput against all earlier looks at equal load.
+
+        Equal means as many running, to a half, and a KV cache as full, to a tenth: longer contexts are slower by nature.
+        """
         if server.running < 1 or server.tokens_per_s <= 0:
             return
-        key = (server.url, server.running.bit_length() * 2 + (server.running >> max(0, server.running.bit_length() - 2) & 1))
-        best = self._best[key] = max(self._best.get(key, 0.0), server.tokens_per_s)
-        looks = self._falling_looks.get(server.url, 0) + 1 if server.tokens_per_s < FALLING_SHARE * best else 0
-        self._falling_looks[server.url] = looks
-        if looks >= NUM_LOOKS:
+        load = (round(2 * math.log2(server.running)), round(10 * server.token_usage))
+        looks = self._looks.setdefault(server.url, deque())
+        looks.append((load, server.tokens_per_s))
+        if len(looks) > SERVER_LOOKS:
+            left, rate = looks.popleft()
+            mean, count = self._earlier.get((server.url, left), (0.0, 0))
+            if server.url not in self._falling:
+                self._earlier[server.url, left] = (mean + (rate - mean) / (count + 1), count + 1)
+        earlier, count = self._earlier.get((server.url, load), (0.0, 0))
+        if count < SERVER_LOOKS or any(other != load for other, _ in looks):
+            return  # nothing to compare with: what was said of it stands
+        now = statistics.fmean(rate for _, rate in looks)
+        if now >= FALLING_SHARE * earlier:
+            self._falling.pop(server.url, None)
+        elif server.url not in self._falling:
             message = (
-                f"{server.tokens_per_s:.0f} tokens/s with {server.running} running, {best:.0f} earlier (KV cache of "
-                f"{server.kv_tokens} tokens, {server.token_usage:.0%} full): memory may be fragmented; drain and restart it"
+                f"{now:.0f} tokens/s with {server.running} running and {server.token_usage:.0%} of the KV cache's "
+                f"{server.kv_tokens} tokens in use, {earlier:.0f} earlier at that load: fragmented memory, or other work on its "
+                "processors; look at the machine, drain and restart the server"
             )
-            yield Event(kind="falling", level="warning", name=server.url, message=message)
+            self._falling[server.url] = Event(kind="falling", level="warning", name=server.url, message=message)
 
 
 def append_events(progress_folder: Path, events: list[Event]) -> None:

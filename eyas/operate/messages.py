@@ -49,12 +49,12 @@ class ProgressMessage(BaseModel):
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds left: what the phase states, otherwise in proportion to what is done; None in the first 20 s."""
+        """Seconds left: what the phase states, None if that is a word; otherwise in proportion to what is done after 20 s."""
         stated = self.figures.get("remaining_s")
         if self.is_final:
             return 0.0
-        if isinstance(stated, (int, float)):
-            return float(stated)
+        if stated is not None:
+            return None if isinstance(stated, str) else float(stated)
         elapsed_s = (datetime.fromisoformat(self.at) - datetime.fromisoformat(self.started_at or self.at)).total_seconds()
         return elapsed_s * (self.total - self.done) / self.done if self.done and elapsed_s > 20 else None
 

@@ -95,12 +95,6 @@ def check_values(spec: TargetSpec, config: RunConfig) -> None:
             f"target.context_length is {config.target.context_length}, {spec.folder / 'config.json'} allows {longest} tokens; "
             f"lower it, or set 0 to take the target's own"
         )
-    strange = [token for token in config.generation.sampling.stop_token_ids if not 0 <= token < spec.vocab_size]
-    if strange:
-        raise ConfigError(
-            f"generation.sampling.stop_token_ids holds {strange[0]}, ids of target {spec.folder} are 0 to {spec.vocab_size - 1}; "
-            f"correct it, or leave the list empty to take the target's end tokens {spec.eos_token_ids}"
-        )
     reserved = sorted(_TEMPLATE_ARGUMENTS & set(config.target.chat_template_kwargs))
     if reserved:
         raise ConfigError(
@@ -135,13 +129,14 @@ def _longest_context(spec: TargetSpec, config: RunConfig) -> int:
 
 
 def check_target(spec: TargetSpec, config: RunConfig) -> None:
-    """The target can chat and, where we run it ourselves, its blocks can be hooked; raises `ConfigError`."""
+    """The target can chat, knows its stop tokens and, where we run it ourselves, can be hooked; raises `ConfigError`."""
     from transformers.utils.logging import set_verbosity_error
 
+    from eyas.generation.sampling import check_stop_tokens
     from eyas.target.tokenizer import load_tokenizer
 
     set_verbosity_error()  # type: ignore[no-untyped-call]  # what transformers would warn of here, we refuse in our own words
-    load_tokenizer(spec)
+    check_stop_tokens(config.generation, spec, load_tokenizer(spec))
     if config.hidden.source == "transformers":
         check_hookable(spec)
 

@@ -1,7 +1,7 @@
 """What a person sees while a phase runs: bars on a terminal, plain lines every 20 s elsewhere.
 
 Both show count, rate and remaining time. A phase that knows better than a straight line says so in its
-figures (`remaining_s`), and that is shown instead.
+figures (`remaining_s`: seconds, or a word while it cannot know), and that is shown instead.
 """
 
 from __future__ import annotations

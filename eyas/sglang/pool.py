@@ -27,6 +27,7 @@ FAILURES_TO_OPEN = 3
 FIRST_BACKOFF_S = 1.0
 LAST_BACKOFF_S = 30.0
 PREFIX_IDS = 128
+USUAL_OUTAGE_S = 300.0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -48,6 +49,7 @@ class Server:
     weight_version: str = ""
     reason: str = ""
     """Why it is out, as last seen."""
+    out_since: float = 0.0
 
     @property
     def url(self) -> str:
@@ -87,6 +89,7 @@ class Server:
         self.backoff_s = min(LAST_BACKOFF_S, self.backoff_s * 2)
         if self.state != "open":
             log.warning("server out url=%s reason=%s", self.url, reason)
+            self.out_since = time.monotonic()
         self.state = "open"
 
     def close_breaker(self) -> None:
@@ -114,6 +117,15 @@ class ServerPool:
     def capacity(self) -> int:
         """Requests that the trusted servers hold together."""
         return sum(server.limit for server in self.servers if server.state == "ready")
+
+    @property
+    def usual_capacity(self) -> int:
+        """Requests that the pool will hold: the trusted servers, and those that went out less than five minutes ago.
+
+        With no trusted server the run is paused until some return, and all that are out count.
+        """
+        since = time.monotonic() - USUAL_OUTAGE_S if self.capacity else 0.0
+        return self.capacity + sum(server.limit for server in self.servers if server.state == "open" and server.out_since >= since)
 
     async def wait_for_room(self) -> None:
         """Return when some server has room."""

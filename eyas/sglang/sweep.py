@@ -115,6 +115,7 @@ async def sweep(
             report(Progress(stage="sweep", done=number + 1, total=len(levels), unit="levels", figures=figures))
             if _is_past_the_knee(result.levels):
                 break
+        report(Progress(stage="sweep", done=len(result.levels), total=len(result.levels), unit="levels", is_final=True))
     result.advice = advise(result)
     return result
 
@@ -211,6 +212,8 @@ def advise(result: Sweep) -> list[str]:
         )
     if last is best and len(result.levels) > 1:
         advice.append("throughput still rose at the last level: sweep further.")
+    elif _is_past_the_knee(result.levels):
+        advice.append(f"the sweep ended at {last.concurrency}: two levels in a row brought less than 5 %.")
     graphs = settings.get("cuda_graph_max_bs_decode")
     if isinstance(graphs, int) and graphs < best.concurrency:
         advice.append(f"CUDA graphs stop at batch {graphs}, below the best level: raise --cuda-graph-max-bs.")

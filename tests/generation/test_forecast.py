@@ -17,8 +17,8 @@ from eyas.generation.watch import ServerLook, Snapshot, Watch
 
 def measured(tokens_per_s: float = 1000.0) -> RateCurve:
     curve = RateCurve()
-    for second in range(100):
-        curve.add(second, 64, tokens_per_s)
+    for minute in range(30):
+        curve.add(60.0 * minute, 64, tokens_per_s)
     return curve
 
 
@@ -79,7 +79,7 @@ def test_the_rate_curve_finds_peak_and_saturation() -> None:
     curve, rng = RateCurve(), random.Random(0)
     for second in range(200):
         running = 1 + second // 2
-        curve.add(float(second), running, 1350 * (1 - math.exp(-running / 16)) * rng.uniform(0.98, 1.02))
+        curve.add(8.0 * second, running, 1350 * (1 - math.exp(-running / 16)) * rng.uniform(0.98, 1.02))
     peak, scale, error = curve.fit()
     assert peak == pytest.approx(1350, rel=0.02)
     assert scale == pytest.approx(16, rel=0.15)
@@ -250,10 +250,26 @@ def server(**changes: object) -> ServerLook:
     return ServerLook(url="http://s", **{**usual, **changes})
 
 
-def test_servers_that_fall_silent_retract_or_slow_down_are_events() -> None:
+def test_servers_that_fall_silent_or_retract_are_events() -> None:
     assert kinds(Watch(), snapshot(0, servers=[server(state="open")])) == [("server_down", False)]
     watch = Watch()
-    looks = [snapshot(0, servers=[server()]), snapshot(1, servers=[server(num_retractions=3)])]
-    assert kinds(watch, *looks) == [("retracting", False)]
-    falling = [snapshot(second, servers=[server(tokens_per_s=500.0)]) for second in range(10)]
-    assert kinds(Watch(), snapshot(0, servers=[server()]), *falling) == [("falling", False)]
+    assert kinds(watch, *looks({}, {"num_retractions": 3})) == [("retracting", False)]
+
+
+def looks(*changes: dict[str, float]) -> list[Snapshot]:
+    return [snapshot(number, servers=[server(**change)]) for number, change in enumerate(changes)]
+
+
+def test_a_server_that_falls_at_equal_load_is_an_event_and_one_that_recovers_ends_it() -> None:
+    usual, slow = [{"tokens_per_s": 900.0}] * 60, [{"tokens_per_s": 500.0}] * 60
+    assert kinds(Watch(), *looks(*usual, *slow, *usual)) == [("falling", False), ("falling", True)]
+
+
+def test_noise_longer_contexts_and_fewer_requests_are_no_fall() -> None:
+    """Between two looks a real server's throughput jumped between 160 and 630 tokens/s; its best look is no measure."""
+    rng = random.Random(0)
+    noisy = [{"tokens_per_s": rng.uniform(160, 630)} for _ in range(300)]
+    assert kinds(Watch(), *looks(*noisy)) == []
+    fuller = [{"token_usage": 0.3, "tokens_per_s": 900.0}] * 60 + [{"token_usage": 0.8, "tokens_per_s": 500.0}] * 60
+    fewer = [{"running": 64, "tokens_per_s": 900.0}] * 60 + [{"running": 8, "tokens_per_s": 300.0}] * 60
+    assert kinds(Watch(), *looks(*fuller)) == kinds(Watch(), *looks(*fewer)) == []

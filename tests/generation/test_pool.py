@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +16,15 @@ import httpx
 import pytest
 
 from eyas.errors import ConfigError, ServerError
-from eyas.generation import session as session_module
 from eyas.generation.control import Control, write_control
 from eyas.generation.session import GenerationSession, generate
 from eyas.sglang.client import ADMIN_TIMEOUT_S, SGLangClient
 from eyas.sglang.config import ServerConfig
 from eyas.sglang.pool import Server, ServerPool
 from eyas.workspace import RunFolder
-from tests.generation.conftest import journal_entries, tokenized_rows
+from tests.generation.conftest import journal_entries, tokenized_rows, until
 from tests.sglang.loopback import LoopbackServer
 from tests.sglang.tiny import tiny_config, write_prompts
-
-
-async def until(condition: Callable[[], bool], seconds: float = 240.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-@pytest.fixture
-def fast_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "TICK_S", 0.05)
-    monkeypatch.setattr(session_module, "LOOK_S", 0.1)
-    monkeypatch.setattr(session_module, "FORECAST_S", 0.2)
 
 
 async def test_losing_every_server_pauses_the_run_and_fails_no_record(

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -22,7 +23,7 @@ from eyas.config import RunConfig
 from eyas.errors import ConfigError
 from eyas.generation.session import GenerationSession, generate
 from eyas.workspace import RunFolder
-from tests.generation.conftest import journal_entries
+from tests.generation.conftest import journal_entries, tokenized_rows, until
 from tests.sglang.loopback import LoopbackServer
 from tests.sglang.tiny import tiny_config, write_prompts
 
@@ -109,6 +110,21 @@ async def test_a_slow_first_prompt_is_neither_lost_nor_repeated(target: Path, tm
         assert [payload["rid"].split("-")[1] for payload in server.payloads[num_before:]] == [first]
         left_over = next(payload["rid"] for payload in server.payloads[:num_before] if first in payload["rid"])
         assert left_over in server.aborted, "the killed client's request must be aborted at the next start"
+
+
+async def test_three_identical_prompts_give_three_replies_across_a_resume(target: Path, tmp_path: Path) -> None:
+    config = tiny_config(target, {"a": 60}, generation={"canary": 0}, server={"max_concurrency": 1})
+    run = RunFolder(tmp_path).create()
+    rows = write_prompts(run, config, "a", 3, are_alike=True)
+    assert (len({row["id"] for row in rows}), len({str(row["input_ids"]) for row in rows})) == (3, 1)
+    with LoopbackServer(target, behave=lambda payload, nth: "never" if nth > 1 else None) as server:
+        work = asyncio.create_task(generate(run, config, urls=[server.url]))
+        await until(lambda: len(journal_entries(run, "a")) == 1)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        server.behave = lambda payload, nth: None
+        await generate(run, config, urls=[server.url])
+    assert {row["id"] for row in tokenized_rows(run, "a")} == {row["id"] for row in rows}
 
 
 async def test_a_second_process_is_refused_with_the_holders_pid(target: Path, tmp_path: Path) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from eyas.errors import ConfigError, TooManyRejects
-from eyas.generation import session
 from eyas.generation.session import generate
 from eyas.manifest import verify_manifest
 from eyas.progress import Progress
 from eyas.workspace import RunFolder
-from tests.generation.conftest import tokenized_rows
+from tests.generation.conftest import journal_entries, tokenized_rows, until
 from tests.sglang.loopback import LoopbackServer
 from tests.sglang.tiny import tiny_config, write_prompts
 
@@ -50,11 +51,7 @@ async def test_a_template_that_differs_for_one_dataset_stops_all_at_once(target:
                 await generate(run, config, urls=[server.url])
 
 
-async def test_progress_says_counts_lengths_gates_and_the_end(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, seconds in (("TICK_S", 0.05), ("LOOK_S", 0.1), ("FORECAST_S", 0.2)):
-        monkeypatch.setattr(session, name, seconds)
+async def test_progress_says_counts_lengths_gates_and_the_end(target: Path, tmp_path: Path, fast_ticks: None) -> None:
     config = tiny_config(target, {"a": 60}, generation={"canary": 0})
     run = RunFolder(tmp_path).create()
     write_prompts(run, config, "a", 60)
@@ -67,10 +64,25 @@ async def test_progress_says_counts_lengths_gates_and_the_end(
     assert {"tokens_median", "tokens_p99", "share_with_reasoning", "gates", "in_flight", "done", "rejected", "pending"} <= moving[
         -1
     ].keys()
-    assert any(figures.get("remaining_s", 0) > 0 for figures in moving), "a forecast while it runs"
+    left = [figures.get("remaining_s", "unknown") for figures in moving]
+    assert left[0] == "unknown", "no straight line before there is a forecast"
+    assert any(not isinstance(seconds, str) and seconds > 0 for seconds in left), "a forecast while it runs"
     assert all(figures["done"] + figures["rejected"] + figures["pending"] == 60 for figures in moving)
     servers = json.loads((run.progress / "servers.json").read_text())["servers"]
     assert servers[0]["url"] == server.url
+
+
+@pytest.mark.parametrize("token", [-2, 261, 10_000])
+async def test_a_stop_token_that_the_tokenizer_does_not_know_is_refused(token: int, target: Path, tmp_path: Path) -> None:
+    """The model's vocabulary may be padded beyond the tokenizer's; no reply stops at a row that stands for no token."""
+    padded = tmp_path / "padded"
+    shutil.copytree(target, padded)
+    raw = json.loads((padded / "config.json").read_text())
+    (padded / "config.json").write_text(json.dumps(raw | {"vocab_size": 320}))
+    config = tiny_config(padded, {"a": 60}, generation={"sampling": {"stop_token_ids": [2, token]}})
+    with LoopbackServer(padded) as server, pytest.raises(ConfigError, match=f"holds {token}, the tokenizer of"):
+        await generate(RunFolder(tmp_path / "run").create(), config, urls=[server.url])
+    assert server.payloads == []
 
 
 async def test_too_many_rejects_finish_the_dataset_and_say_so(target: Path, tmp_path: Path) -> None:
@@ -90,3 +102,31 @@ async def test_too_many_rejects_finish_the_dataset_and_say_so(target: Path, tmp_
     rejects = (run.responses("a") / "rejects.jsonl").read_bytes().split(b"\n")[:-1]
     assert len(rejects) == 10
     assert {json.loads(line)["reason"] for line in rejects} == {"prompt_truncated"}
+
+
+def fill(ballast: Path) -> None:
+    with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1024))
+
+
+async def test_a_disk_that_fills_up_pauses_the_run_until_there_is_space(small_disk: Path, target: Path, fast_ticks: None) -> None:
+    """https://github.com/atlanhq/application-sdk/pull/3188, on a real full file system: nothing is lost, nothing is sent twice."""
+    config = tiny_config(target, {"a": 300}, generation={"canary": 0})
+    run, ballast = RunFolder(small_disk / "run").create(), small_disk / "ballast"
+    write_prompts(run, config, "a", 60)
+    messages: list[Progress] = []
+    with LoopbackServer(target, delay_s=0.02, max_running_requests=4) as server:
+        work = asyncio.create_task(generate(run, config, urls=[server.url], report=messages.append))
+        await until(lambda: len(journal_entries(run, "a")) >= 5)
+        fill(ballast)
+        await until(lambda: "No space left" in str(messages[-1].figures.get("paused", "")))
+        await until(lambda: not server.running)
+        num_sent = len(server.payloads)
+        await asyncio.sleep(0.4)
+        assert len(server.payloads) == num_sent < 60
+        assert not work.done()
+        ballast.unlink()
+        manifest = (await work)["a"]
+    assert (manifest.counts.done, manifest.counts.rejected) == (60, 0)
+    assert len(server.payloads) == len({payload["rid"].split("-")[1] for payload in server.payloads}) == 60

@@ -174,8 +174,8 @@ def test_what_is_right_passes(config_file: Write, tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("setting", "wanted"),
     [
-        ("generation.sampling.stop_token_ids=[64]", "stop_token_ids holds 64, ids of target"),
-        ("generation.sampling.stop_token_ids=[1, -2]", "stop_token_ids holds -2, ids of target"),
+        ("generation.sampling.stop_token_ids=[64]", "stop_token_ids holds 64, the tokenizer of target"),
+        ("generation.sampling.stop_token_ids=[1, -2]", "stop_token_ids holds -2, the tokenizer of target"),
         ("merging.draft_vocab_size=65", "draft_vocab_size is 65, the vocabulary of target"),
         ("target.context_length=513", "context_length is 513, "),
         ("target.chat_template_kwargs={tokenize: true}", "chat_template_kwargs sets 'tokenize'"),

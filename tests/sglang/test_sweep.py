@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from eyas.errors import EyasError, ServerError
+from eyas.sglang import sweep as sweep_module
 from eyas.sglang.client import RequestRefused
 from eyas.sglang.config import ServerConfig
 from eyas.sglang.sweep import Level, Sweep, advise, sweep
@@ -20,14 +23,19 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_target(tmp_path_factory.mktemp("target") / "tiny")
 
 
-async def test_a_sweep_measures_levels_and_writes_table_and_plot(target: Path, tmp_path: Path) -> None:
-    with LoopbackServer(target, delay_s=0.05) as server:
-        result = await sweep(server.url, ServerConfig(), [5] * 20, vocab_size=200, levels=(1, 4), new_tokens=8)
+async def test_a_sweep_measures_levels_and_writes_table_and_plot(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock moves by one second each time it is read: at the start and the end of a level and of each request in it."""
+    monkeypatch.setattr(sweep_module, "time", SimpleNamespace(monotonic=itertools.count().__next__))
+    with LoopbackServer(target, delay_s=0.4) as server:
+        result = await sweep(server.url, ServerConfig(), [5] * 20, vocab_size=200, levels=(1, 4), new_tokens=8, rounds=1)
     assert [level.concurrency for level in result.levels] == [1, 4]
-    assert result.levels[1].tokens_per_s > 1.5 * result.levels[0].tokens_per_s
+    assert [level.tokens_per_s for level in result.levels] == [8 / 3, 4 * 8 / 9]
+    assert (result.levels[0].latency_s, result.levels[0].latency_p90_s) == (1, 1)
     assert server.peak_running == 4
     result.write(tmp_path)
-    assert "| 4 |" in (tmp_path / "sweep.md").read_text()
+    assert "| 4 | 3.6 |" in (tmp_path / "sweep.md").read_text()
     assert (tmp_path / "sweep.svg").read_bytes().startswith(b"<?xml")
 
 

@@ -79,20 +79,23 @@ def load_renderer(config: RunConfig) -> tuple[TargetSpec, Renderer]:
     return spec, Renderer(spec, load_tokenizer(spec), config.target)
 
 
-def write_prompts(run: RunFolder, config: RunConfig, dataset: str, count: int, *, with_tools: bool = False) -> list[dict[str, Any]]:
-    """Write `prompts/<dataset>/` as phase 1 does; returns the rows in file order."""
+def write_prompts(
+    run: RunFolder, config: RunConfig, dataset: str, count: int, *, with_tools: bool = False, are_alike: bool = False
+) -> list[dict[str, Any]]:
+    """Write `prompts/<dataset>/` as phase 1 does; returns the rows in file order. `are_alike` repeats one prompt."""
     _, renderer = load_renderer(config)
     cap = next(item.max_new_tokens for item in config.prompts.datasets if item.name == dataset)
     tools = [{"type": "function", "function": {"name": "lookup", "parameters": {}}}]
     rows = []
     for number in range(count):
-        messages = [{"role": "user", "content": f"{dataset} question {number}: what is {number} + {number}?"}]
+        asked = 0 if are_alike else number
+        messages = [{"role": "user", "content": f"{dataset} question {asked}: what is {asked} + {asked}?"}]
         row_tools = tools if with_tools and number % 5 == 0 else []
         rendered = renderer.render(messages, row_tools)
         conversation = digest_json([dataset, messages])[:32]
         rows.append(
             {
-                "id": digest_json(["id", dataset, messages])[:32],
+                "id": digest_json(["id", dataset, messages, number - asked])[:32],
                 "dataset": dataset,
                 "split": "heldout" if number % 10 == 0 else "train",
                 "conversation": conversation,

@@ -8,7 +8,7 @@ import pytest
 
 from eyas.errors import ConfigError
 from eyas.target.rendering import Renderer
-from tests.target.tiny_target import CHATML, KIMI, OPENS_THINK, QWEN3
+from tests.target.tiny_target import CHATML, DEEPSEEK_R1, KIMI, OPENS_THINK, QWEN3
 
 MakeRenderer = Callable[..., Renderer]
 _CALL = '<|tool_call_begin|>f:0<|tool_call_argument_begin|>{"a":1}<|tool_call_end|>'
@@ -99,6 +99,55 @@ def test_tool_calls_inside_think_stay_reasoning_where_the_format_does_not_close_
     assert renderer.tokenizer.decode(ids[slice(*spans.reasoning)]) == "try <tool_call>x</tool_call> later"
 
 
+_R1_TOOLS = "<｜tool▁calls▁begin｜>f<｜tool▁calls▁end｜>"
+_R1_CASES = {
+    "opened in the prompt": ("so it is\n</think>\n\n15<|im_end|>", "stop", "so it is\n", "\n\n15", None, True),
+    "the model repeats the tag": ("<think>\nso</think>15<|im_end|>", "stop", "\nso", "15", None, True),
+    "empty think": ("\n\n</think>\n\n15<|im_end|>", "stop", None, "\n\n15", None, True),
+    "no close, stopped": ("42<|im_end|>", "stop", None, "42", None, False),
+    "cut by length inside think": ("so it goes on", "length", "so it goes on", None, None, False),
+    "tool calls after the close": (f"so</think>I call{_R1_TOOLS}<|im_end|>", "stop", "so", "I call", _R1_TOOLS, True),
+    "a tool section inside think does not close it": (
+        f"a{_R1_TOOLS}b</think>15<|im_end|>",
+        "stop",
+        f"a{_R1_TOOLS}b",
+        "15",
+        None,
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _R1_CASES)
+def test_split_of_deepseek_r1_whose_template_opens_the_block(make_renderer: MakeRenderer, case: str) -> None:
+    renderer = make_renderer(DEEPSEEK_R1)
+    prompt = renderer.render([{"role": "user", "content": "3 · 5?"}])
+    assert prompt.opens_think
+    reply, finish_reason, *expected = _R1_CASES[case]
+    spans = renderer.reasoning.split(
+        renderer.encode([reply])[0], prompt.opens_think, len(prompt.input_ids), finish_reason=finish_reason
+    )
+    whole = [*prompt.input_ids, *renderer.encode([reply])[0]]
+    texts = [
+        None if span is None else renderer.tokenizer.decode(whole[slice(*span)])
+        for span in (spans.reasoning, spans.answer, spans.tool_calls)
+    ]
+    assert [*texts, spans.is_closed] == expected
+
+
+def test_earlier_reasoning_that_deepseek_r1_drops_leaves_one_think_block(make_renderer: MakeRenderer) -> None:
+    """Its template cuts the reasoning of earlier turns: prompt ids + output ids still hold one block, the reply's own."""
+    renderer = make_renderer(DEEPSEEK_R1)
+    turns = [("user", "1 + 1?"), ("assistant", "<think>\nhm\n</think>\n\n2"), ("user", "and 3 · 5?")]
+    prompt = renderer.render([{"role": role, "content": text} for role, text in turns])
+    output = renderer.encode(["so</think>15<|im_end|>"])[0]
+    whole = renderer.tokenizer.decode([*prompt.input_ids, *output])
+    assert (whole.count("<think>"), whole.count("</think>")) == (1, 1)
+    spans = renderer.reasoning.split(output, prompt.opens_think)
+    assert spans.reasoning is not None
+    assert renderer.tokenizer.decode(output[slice(*spans.reasoning)]) == "so"
+
+
 @pytest.mark.parametrize(
     ("template", "kwargs", "name", "always", "opens"),
     [
@@ -106,6 +155,7 @@ def test_tool_calls_inside_think_stay_reasoning_where_the_format_does_not_close_
         (QWEN3, {}, "qwen3", True, False),
         (QWEN3, {"enable_thinking": False}, "qwen3", False, False),
         (OPENS_THINK, {}, "deepseek-r1", True, True),
+        (DEEPSEEK_R1, {}, "deepseek-r1", True, True),
         (KIMI, {}, "kimi-k2", True, True),
         (KIMI, {"thinking": False}, "kimi-k2", False, False),
     ],

@@ -82,7 +82,16 @@ KIMI = (
     "{% else %}<think>{% endif %}{% endif %}"
 )
 
+DEEPSEEK_R1 = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ m.content }}{% elif m.role == 'user' %}<｜User｜>{{ m.content }}"
+    "{% elif m.role == 'assistant' %}<｜Assistant｜>{{ m.content.split('</think>')[-1] }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}"
+)
+"""As DeepSeek-R1's own: it drops earlier reasoning and opens the think block; its tool marks are special tokens."""
+
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
+_DEEPSEEK_SPECIAL = ["<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"]
 _KIMI_SPECIAL = [
     "<|tool_calls_section_begin|>",
     "<|tool_calls_section_end|>",
@@ -106,6 +115,8 @@ def write_target(
     tokens = _SPECIAL if special is None else special
     if template == KIMI:
         tokens = [*tokens, *_KIMI_SPECIAL]
+    if template == DEEPSEEK_R1:
+        tokens = [token for token in tokens if "tool" not in token] + _DEEPSEEK_SPECIAL
     tokenizer = _tokenizer(tokens)
     tokenizer.save(str(folder / "tokenizer.json"))
     inner = {
