@@ -218,8 +218,9 @@ class RateCurve:
         centres = shares @ weights / weights.sum()
         misfit = ((shares / centres[:, None] - 1) ** 2) @ weights
         misfit /= max(1.0, misfit.min() / max(1, len(looks) - 2))  # contexts alone do not explain what is left
-        posterior: Floats = prior * np.exp(-0.5 * (misfit - misfit.min()))
-        return posterior / posterior.sum()
+        likely: Floats = prior * np.exp(-0.5 * (misfit - misfit.min()))
+        posterior: Floats = likely / likely.sum()
+        return posterior
 
     def _scale(self) -> float:
         running = np.array([2 ** (level / 4) for level in self._levels])

@@ -71,16 +71,19 @@ async def test_a_killed_run_ends_in_the_same_bytes(num_kills: int, target: Path,
     run = RunFolder(tmp_path / "killed").create()
     for name in DATASETS:
         write_prompts(run, config, name, num_prompts)
-    points = sorted(random.Random(num_kills).uniform(0, 0.97) * total_bytes for _ in range(num_kills))
+    rng, num_at_work = random.Random(num_kills), 0
     with LoopbackServer(target, delay_s=0.02, max_running_requests=8) as server:
-        for point in points:
-            child = start_child(run, config, server.url)
+        for num_left in range(num_kills, 0, -1):
+            child, before = start_child(run, config, server.url), journal_bytes(run)
+            point = before + rng.uniform(-0.1, 1) * (total_bytes - before) / num_left  # some at its start, most at work
             wait_until(lambda child=child, point=point: child.poll() is not None or journal_bytes(run) >= point)
             child.send_signal(signal.SIGKILL)
             child.wait()
-            tear_tail(run, random.Random(point))
+            num_at_work += journal_bytes(run) > before
+            tear_tail(run, rng)
         assert start_child(run, config, server.url).wait(120) == 0, (run.root / "child.log").read_text()[-2000:]
     assert results(run) == expected
+    assert num_at_work >= 0.6 * num_kills
     for name in DATASETS:
         ids = [entry["id"] for entry in journal_entries(run, name)]
         assert len(ids) == len(set(ids)) == num_prompts
