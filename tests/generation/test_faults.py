@@ -142,10 +142,10 @@ async def test_a_request_past_its_deadline_is_aborted_by_rid_and_tried_again(
 async def test_a_server_slower_than_every_deadline_still_gets_its_replies_through(
     target: Path, tmp_path: Path, fast_retries: None
 ) -> None:
-    config = tiny_config(target, {"a": 300}, server={"deadline_floor_s": 0.4, "min_tokens_per_s": 1000.0})
+    config = tiny_config(target, {"a": 300}, server={"deadline_floor_s": 0.12, "min_tokens_per_s": 3000.0})
     run = RunFolder(tmp_path).create()
     write_prompts(run, config, "a", 6)
-    with LoopbackServer(target, delay_s=1.0) as loopback:
+    with LoopbackServer(target, delay_s=0.3) as loopback:
         manifest = (await generate(run, config, urls=[loopback.url]))["a"]
     assert (manifest.counts.done, manifest.counts.rejected) == (6, 0)
 
