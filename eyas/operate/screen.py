@@ -122,6 +122,8 @@ def _outlook(piece: ProgressMessage) -> list[str]:
         span = [duration(float(figures[key])) for key in ("remaining_low_s", "remaining_high_s") if key in figures]
         interval = f" ({' to '.join(span)})" if span else ""
         words.append(f"{duration(left)} left{interval}")
+    elif "remaining_s" in figures and not piece.is_final:
+        words.append(f"time left {figures['remaining_s']} yet")
     return words
 
 

@@ -76,6 +76,14 @@ def test_running_phase_counts_manifests_and_progress_once(half_run: RunFolder) -
     assert next(line.split()[-2:] for line in text.splitlines() if line.startswith("B2_code")) == ["38%", "repetition"]
 
 
+def test_a_generation_that_cannot_know_its_end_yet_gets_no_straight_line(half_run: RunFolder) -> None:
+    progress = Progress(stage="generate", name="B2_code", done=3, total=4, unit="records", figures={"remaining_s": "unknown"})
+    recorder(half_run.progress)(progress)
+    status = read_status(half_run.root)
+    assert status.phases[1].progress[-1].remaining_s is None
+    assert "time left unknown yet" in text_of(status)
+
+
 def test_progress_in_tokens_is_not_counted_as_records(half_run: RunFolder) -> None:
     recorder(half_run.progress)(Progress(stage="extract", name="B1_calls", done=500, total=1000, unit="tokens"))
     status = read_status(half_run.root)
