@@ -190,6 +190,10 @@ def adopt_verb(options: argparse.Namespace, api_key: str) -> int:
     require_finished(run, "prepare", [run.prompts(options.dataset)], for_what="eyas adopt")
     audit = adopt(run, config, options.dataset, options.files)
     print("\n".join(audit.lines()))
+    if audit.kept:
+        print(
+            f"kept replies are done and count as soon as this runs, which asks for the others alone: eyas generate --run {run.root}"
+        )
     return 0 if audit.kept else 3
 
 
