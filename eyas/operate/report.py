@@ -19,6 +19,7 @@ from eyas.manifest import Manifest, load_manifest
 from eyas.operate import plots, series
 from eyas.operate.curve_result import advice, read_curve
 from eyas.operate.phases import PHASES, TITLES, Phase, phase_folders
+from eyas.operate.prompt_accounts import prompt_accounts
 from eyas.operate.status import RunStatus, read_status
 from eyas.operate.wording import duration, number, size
 from eyas.workspace import RunFolder
@@ -67,6 +68,7 @@ def gather(run: RunFolder) -> dict[str, Any]:
         "tiles": _tiles(run, status, results),
         "phases": [_phase(run, phase, names, status) for phase in PHASES],
         "datasets": [_dataset(run, name) for name in names if _manifest(run.prompts(name)) or _manifest(run.responses(name))],
+        "accounts": prompt_accounts(run, names),
         "rejects": _rejects(run, names),
         "training": _training(run, rows, replays),
         "learning_curve": read_curve(run),

@@ -17,11 +17,11 @@ from eyas.files import read_json
 from eyas.operate import series
 from eyas.operate.curve_result import RESULT as CURVE
 from eyas.operate.curve_result import advice, read_curve
-from eyas.operate.wording import duration
+from eyas.operate.prompt_accounts import prompt_accounts
+from eyas.operate.wording import bars, curve, duration
 from eyas.progress import HISTORY_NAME
 from eyas.workspace import RunFolder
 
-_BLOCKS = " ▁▂▃▄▅▆▇█"
 MOST_ROWS = 24
 """Rows of a series: evenly thinned, the last always there."""
 
@@ -50,16 +50,12 @@ class Source:
         return tuple((str(path), stat.st_mtime_ns, stat.st_size) for path in paths for stat in [path.stat()])
 
 
-def bars(counts: list[int] | list[float]) -> str:
-    """Counts as one line of block characters, the tallest full; an empty bin stays blank."""
-    top = max(counts, default=0)
-    return "".join(_BLOCKS[0 if not count else max(1, round(8 * count / top))] for count in counts)
-
-
-def curve(values: list[float]) -> str:
-    """A series as one line of block characters from its lowest to its highest value; small changes of large values show."""
-    low, high = min(values, default=0.0), max(values, default=0.0)
-    return "".join(_BLOCKS[1 + (round(7 * (value - low) / (high - low)) if high > low else 0)] for value in values)
+def prompts(run: RunFolder) -> Table | None:
+    """What phase 1 made of each dataset's rows; numbers alone, so that it may be shown anywhere."""
+    found = prompt_accounts(run, sorted(path.parent.name for path in run.root.glob("prompts/*/manifest.json")))
+    rows = [account.row() for account in found]
+    headline = f"{sum(account.kept for account in found):,} prompts of {sum(account.read for account in found):,} rows"
+    return Table("prompts", headline, rows) if rows else None
 
 
 def lengths(run: RunFolder) -> Table | None:
@@ -177,6 +173,7 @@ def benchmark(run: RunFolder) -> Table | None:
 
 
 SOURCES = (
+    Source(("prompts/*/manifest.json",), prompts),
     Source(("prompts/*/manifest.json", "responses/*/manifest.json"), lengths),
     Source((f"progress/{HISTORY_NAME}",), forecast_history),
     Source(("draft/metrics.jsonl",), training),

@@ -7,6 +7,7 @@ SHOWN_ELSEWHERE = {
     *("run_tokens_per_s", "remaining_s", "remaining_low_s", "remaining_high_s"),
 }
 """Figures of a progress message that have a place of their own, or would only take room, in one line."""
+_BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def number(value: float | int | str) -> str:
@@ -33,3 +34,15 @@ def size(num_bytes: float) -> str:
     while abs(value) >= 1000 and len(units) > 1:
         value, units = value / 1000, units[1:]
     return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.3g} {units[0]}"
+
+
+def bars(counts: list[int] | list[float]) -> str:
+    """Counts as one line of block characters, the tallest full; an empty bin stays blank."""
+    top = max(counts, default=0)
+    return "".join(_BLOCKS[0 if not count else max(1, round(8 * count / top))] for count in counts)
+
+
+def curve(values: list[float]) -> str:
+    """A series as one line of block characters from its lowest to its highest value; small changes of large values show."""
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    return "".join(_BLOCKS[1 + (round(7 * (value - low) / (high - low)) if high > low else 0)] for value in values)

@@ -60,6 +60,7 @@ def candidates_fingerprint(preparation: Preparation, dataset: DatasetConfig, sou
     rules = preparation.config.model_dump(
         include={"same_role_turns", "control_tokens", "contamination_ngram", "languages", "max_row_bytes"}
     )
+    shortest = preparation.config.min_prompt_tokens
     return fingerprint(
         STAGE,
         VERSION,
@@ -69,6 +70,7 @@ def candidates_fingerprint(preparation: Preparation, dataset: DatasetConfig, sou
             "dataset": wanted,
             "rules": rules,
             "max_prompt_tokens": preparation.max_prompt_tokens,
+            **({"min_prompt_tokens": shortest} if shortest else {}),
             "signature": SIGNATURE_VERSION,
             "reasoning": preparation.renderer.reasoning.name,
         },
@@ -158,12 +160,14 @@ def _write_batch(
     drafts, encoded = batch
     ids_of = iter(encoded)
     rows = []
-    limit = preparation.max_prompt_tokens
+    shortest, limit = preparation.config.min_prompt_tokens, preparation.max_prompt_tokens
     for draft in drafts:
         problem = draft.problem
         input_ids = next(ids_of) if problem is None else []
         if problem is None and len(input_ids) > limit:
             problem = RecordError("too_long", f"{len(input_ids)} prompt tokens, at most {limit} fit")
+        if problem is None and len(input_ids) < shortest:
+            problem = RecordError("too_short", f"{len(input_ids)} prompt tokens, prompts.min_prompt_tokens is {shortest}")
         if problem is not None:
             record = draft.columns["id"].hex() if draft.columns else None
             rejects.write(reject_line(record, problem.reason, draft.where, str(problem)))

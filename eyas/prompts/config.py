@@ -46,6 +46,7 @@ class PromptsConfig(Settings):
         default=16 * 2**20, ge=1024, description="Largest row of a source, in bytes; a larger one is rejected."
     )
     max_prompt_tokens: int = Field(default=0, ge=0, description="Longest prompt; 0 leaves room for a response in the context.")
+    min_prompt_tokens: int = Field(default=0, ge=0, description="Shortest prompt; shorter ones are filtered out, 0 keeps all.")
     min_response_room: int = Field(default=64, ge=2, description="Tokens of context that must remain for a response.")
     same_role_turns: Literal["merge", "reject"] = Field(
         default="merge", description="What becomes of consecutive turns of one role."
@@ -69,7 +70,7 @@ class PromptsConfig(Settings):
         ge=0,
         le=1,
         description="Share of unusable rows of a dataset above which the stage exits with 3; "
-        "duplicates, contamination, languages and quotas do not count.",
+        "duplicates, contamination, languages, short prompts and quotas do not count.",
     )
 
     @model_validator(mode="after")

@@ -53,22 +53,23 @@ class Conversation:
     tools: list[dict[str, Any]] = field(default_factory=list)
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
 def dump(value: Any) -> str:
     """Compact JSON in the order given; raises `RecordError` for NaN and for what is no JSON (dates and bytes of Parquet)."""
     try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        return _ENCODER.encode(value)
     except (ValueError, TypeError) as error:
         raise RecordError("bad_value", f"a message or tool holds a value that is no JSON: {error}") from error
 
 
 def hash16(*parts: str | bytes) -> bytes:
     """16-byte BLAKE2b of the parts, each preceded by its length so that no two lists of parts collide."""
-    digest = blake2b(digest_size=16)
-    for part in parts:
-        data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
-        digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
-    return digest.digest()
+    encoded = [part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part for part in parts]
+    return blake2b(
+        b"".join([piece for data in encoded for piece in (len(data).to_bytes(8, "little"), data)]), digest_size=16
+    ).digest()
 
 
 def record_id(dataset: str, conversation: bytes, tools: str, turn: int, ordinal: int = 0) -> bytes:

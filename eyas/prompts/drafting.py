@@ -92,18 +92,23 @@ def _prompts_of(
     cuts = prompt_cuts(conversation.messages, every_turn=dataset.every_turn)
     whole = conversation.messages[: cuts[-1]]
     tools = dump(conversation.tools)
+    whole_text = dump(whole)
     texts = texts_of(whole)
     languages.check(texts)
     words = words_of(texts)
     shared = {
-        "conversation": hash16(dump(whole)),
+        "conversation": hash16(whole_text),
         "tools": tools,
         "signature": signature(words),
         "contamination": preparation.contamination.find(words),
         "where": row.where,
     }
     for turn, cut in enumerate(cuts):
-        yield _draft(conversation, cut, turn if dataset.every_turn else 0, shared, preparation, dataset.name, account)
+        text = whole_text if cut == len(whole) else dump(whole[:cut])
+        number = turn if dataset.every_turn else 0
+        yield _draft(
+            Conversation(messages=whole[:cut], tools=conversation.tools), text, number, shared, preparation, dataset.name, account
+        )
 
 
 def _for_template(
@@ -126,16 +131,14 @@ def _for_template(
 
 
 def _draft(
-    conversation: Conversation,
-    cut: int,
+    prompt: Conversation,
+    messages_text: str,
     turn: int,
     shared: dict[str, Any],
     preparation: Preparation,
     dataset: str,
     account: Account,
 ) -> Draft:
-    messages = conversation.messages[:cut]
-    messages_text = dump(messages)
     columns = {
         **shared,
         "id": record_id(dataset, shared["conversation"], shared["tools"], turn),
@@ -144,7 +147,7 @@ def _draft(
     }
     try:
         _check_control_tokens(messages_text, shared["tools"], preparation, account)
-        text = preparation.renderer.render_text(messages, conversation.tools)
+        text = preparation.renderer.render_text(prompt.messages, prompt.tools)
         if len(text) > preparation.max_prompt_tokens * _MAX_CHARS_PER_TOKEN:
             limit = preparation.max_prompt_tokens
             raise RecordError("too_long", f"{len(text)} characters, which no tokenizer puts into {limit} tokens")

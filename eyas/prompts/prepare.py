@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+
+import pyarrow as pa
 
 from eyas.config import RunConfig
 from eyas.errors import ConfigError, TooManyRejects
@@ -21,8 +22,8 @@ from eyas.prompts.conversation import is_heldout
 from eyas.prompts.preparation import CONTEXT_MARGIN, Preparation, benchmark_digests, load_preparation
 from eyas.prompts.selection import CHOICE_REASONS, Choice, read_candidates, select
 from eyas.prompts.sources import Source, open_source
-from eyas.prompts.statistics import PromptStatistics
-from eyas.prompts.store import PROMPTS_NAME, read_prompts, write_prompts
+from eyas.prompts.statistics import prompt_figures
+from eyas.prompts.store import PROMPTS_NAME, SCHEMA, write_prompts
 from eyas.target.spec import load_target
 from eyas.workspace import RunFolder
 
@@ -56,7 +57,7 @@ def select_prompts(run: RunFolder, config: RunConfig, report: Report = silent) -
     """Select over all datasets and write `prompts/<dataset>/`; candidates that are missing are made first.
 
     Raises `TooManyRejects` after everything is written, where a dataset's share of unusable rows is
-    above `reject_limit` (duplicates, contamination, languages and quotas do not count).
+    above `reject_limit` (duplicates, contamination, languages, short prompts and quotas do not count).
     """
     _require_datasets(config)
     folders: dict[str, Path] = {}
@@ -99,33 +100,35 @@ def _write_dataset(
     context_length = preparation.renderer.spec.context_length
     kept = set(choice.kept)
 
-    def to_prompt(candidate: dict[str, Any]) -> dict[str, Any] | None:
-        if candidate["id"] not in kept:
-            return None
-        kept.discard(candidate["id"])  # a repeated row has the id of its first
-        room = context_length - CONTEXT_MARGIN - candidate["num_tokens"]
-        return {
-            "id": candidate["id"].hex(),
-            "dataset": dataset.name,
-            "split": "heldout" if is_heldout(candidate["conversation"], config.prompts.heldout_share) else "train",
-            "conversation": candidate["conversation"].hex(),
-            "messages": candidate["messages"],
-            "tools": candidate["tools"],
-            "input_ids": candidate["input_ids"],
-            "opens_think": candidate["opens_think"],
-            "max_new_tokens": min(dataset.max_new_tokens, room),
+    def to_prompts(batch: pa.RecordBatch) -> pa.RecordBatch:
+        ids = batch.column("id").to_pylist()
+        chosen = []
+        for index, record in enumerate(ids):
+            if record in kept:
+                kept.discard(record)  # a repeated row has the id of its first
+                chosen.append(index)
+        batch = batch.take(pa.array(chosen, pa.int32()))
+        conversations = batch.column("conversation").to_pylist()
+        share, longest = config.prompts.heldout_share, context_length - CONTEXT_MARGIN
+        columns = {
+            "id": [ids[index].hex() for index in chosen],
+            "dataset": [dataset.name] * len(chosen),
+            "split": ["heldout" if is_heldout(conversation, share) else "train" for conversation in conversations],
+            "conversation": [conversation.hex() for conversation in conversations],
+            "max_new_tokens": [min(dataset.max_new_tokens, longest - tokens) for tokens in batch.column("num_tokens").to_pylist()],
         }
+        return pa.RecordBatch.from_arrays(
+            [pa.array(columns[field.name], field.type) if field.name in columns else batch.column(field.name) for field in SCHEMA],
+            schema=SCHEMA,
+        )
 
     num_bytes = sum(entry.size_bytes for entry in account.files)
-    write_prompts(folder, read_candidates(candidates), num_bytes, to_prompt)
+    write_prompts(folder, read_candidates(candidates), num_bytes, to_prompts)
     with atomic_file(folder / REJECTS_NAME) as file:
         with open(candidates / REJECTS_NAME, "rb") as earlier:
             shutil.copyfileobj(earlier, file)
         for reject in choice.rejects:
             file.write(reject_line(reject.id.hex(), reject.reason, reject.where, reject.detail))
-    statistics = PromptStatistics(lambda ids: str(preparation.renderer.tokenizer.decode(ids)))
-    for row in read_prompts(folder):
-        statistics.add(row)
     reasons = dict(account.rejected_by_reason)
     for reject in choice.rejects:
         reasons[reject.reason] = reasons.get(reject.reason, 0) + 1
@@ -141,7 +144,7 @@ def _write_dataset(
         files=file_entries(folder, [PROMPTS_NAME, REJECTS_NAME]),
         figures={
             **account.figures,
-            **statistics.figures(),
+            **prompt_figures(folder, lambda ids: str(preparation.renderer.tokenizer.decode(ids))),
             "template": preparation.traits.as_json(),
             "license": dataset.license or _source(config, dataset).license,
         },

@@ -19,7 +19,7 @@ from eyas.prompts.config import DatasetConfig, PromptsConfig
 from eyas.prompts.conversation import hash16
 from eyas.prompts.duplicates import NUM_PERMUTATIONS, find_near_duplicates
 
-CHOICE_REASONS = ("duplicate", "near_duplicate", "contaminated", "language", "over_quota", "not_sampled")
+CHOICE_REASONS = ("duplicate", "near_duplicate", "contaminated", "language", "too_short", "over_quota", "not_sampled")
 """Reasons that make a row unwanted, not unusable: they stay out of the share that `reject_limit` bounds."""
 
 _COLUMNS = ["id", "conversation", "prompt", "signature", "contamination", "where"]

@@ -131,11 +131,14 @@ def write_prompts(run: RunFolder, name: str, lengths: list[int]) -> Manifest:
         folder,
         "prepare",
         done=len(lengths),
-        rejected={"duplicate": 3},
+        rejected={"duplicate": 2, "near_duplicate": 1, "contaminated": 4, "no_user_turn": 5, "bad_json": 6},
         name=name,
         license="CC0-1.0",
+        rows=len(lengths) + 18,
+        samples=[f"<|im_start|>user\nwhat {name} asks"],
+        histogram=[{"from": 0, "to": 16, "prompts": len(lengths)}],
         splits={"train": len(lengths) - 1, "heldout": 1},
-        tokens={"p50": int(np.median(lengths)), "sum": sum(lengths)},
+        tokens={"p50": int(np.median(lengths)), "p90": max(lengths), "max": max(lengths), "sum": sum(lengths)},
     )
 
 

@@ -14,6 +14,7 @@ from eyas.operate.curve_result import RESULT
 from eyas.operate.report import write_report
 from eyas.progress import Progress, recorder
 from eyas.workspace import RunFolder
+from tests.operate.conftest import DATASETS
 from tests.operate.test_learning_curve import result_of
 
 
@@ -92,6 +93,15 @@ def test_a_grid_is_drawn_beside_its_table(finished_run: RunFolder) -> None:
     (drawing,) = re.findall(r'<svg(?:(?!</svg>).)*aria-label="grid".*?</svg>', html, re.DOTALL)
     for text in ("K=3 top-k=2 tokens=6", "requests in flight", ">16<", "position of the draft"):
         assert text in drawing
+
+
+def test_prompts_stand_with_their_account_and_first_texts(finished_run: RunFolder) -> None:
+    markdown, html = (path.read_text() for path in write_report(finished_run))
+    for name in DATASETS:
+        assert f"    what {name} asks" in markdown
+        assert f"<pre>&lt;|im_start|&gt;user\nwhat {name} asks</pre>" in html
+    assert "bad json 6, no user turn 5" in markdown
+    assert "bad json 6, no user turn 5" in html
 
 
 def test_every_table_names_its_files(finished_run: RunFolder) -> None:

@@ -6,13 +6,24 @@ import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from eyas.operate.tables import MOST_ROWS, SOURCES, bars, changed_tables, curve, forecast_history, training
+from eyas.operate.tables import MOST_ROWS, SOURCES, changed_tables, forecast_history, training
+from eyas.operate.wording import bars, curve
 from eyas.workspace import RunFolder
 from tests.operate.conftest import DATASETS, write_metrics, write_responses
 
 
 def tables(run: RunFolder) -> dict[str, Any]:
     return {table.name: table for table in changed_tables(run, {})}
+
+
+def test_prompts_are_accounted_for_without_their_text(finished_run: RunFolder) -> None:
+    table = tables(finished_run)["prompts"]
+    row = table.rows[1]
+    assert row["dataset"] == DATASETS[1]
+    assert row["read"] == row["kept"] + row["duplicates"] + row["contaminated"] + 5 + 6
+    assert (row["duplicates"], row["contaminated"], row["rejected"]) == (3, 4, "bad json 6, no user turn 5")
+    assert (row["p50"], row["0 … 16 tokens"]) == (5, "█")
+    assert "asks" not in json.dumps(table.rows), "texts stay out of artifacts"
 
 
 def test_lengths_are_counted_from_the_rows(finished_run: RunFolder) -> None:
@@ -71,7 +82,7 @@ def test_the_forecasts_are_kept_beside_what_came_true(run: RunFolder) -> None:
 
 def test_a_table_is_made_again_only_when_its_files_have_changed(half_run: RunFolder) -> None:
     seen: dict[Any, Any] = {}
-    assert [table.name for table in changed_tables(half_run, seen)] == ["lengths"]
+    assert [table.name for table in changed_tables(half_run, seen)] == ["prompts", "lengths"]
     assert list(changed_tables(half_run, seen)) == []
     write_responses(half_run, DATASETS[1], [4, 5, 6, 7], [50, 50, 8, 9])
     assert [table.name for table in changed_tables(half_run, seen)] == ["lengths"]

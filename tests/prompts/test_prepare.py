@@ -323,6 +323,17 @@ def test_languages_filter_rejects_what_is_surely_another(prepared) -> None:
     assert len(prompts) == 2
 
 
+def test_short_prompts_are_filtered_where_the_config_says_so(prepared) -> None:
+    rows = [chat("hi"), chat(" ".join(_WORDS[:40]))]
+    plain, _, _ = prepared(rows)
+    manifest, prompts, rejects = prepared(rows, min_prompt_tokens=60, reject_limit=0.0)
+    assert plain.rejected_by_reason == {}
+    assert manifest.rejected_by_reason == {"too_short": 1}
+    assert manifest.fingerprint != plain.fingerprint
+    assert (len(prompts), rejects[0]["where"]) == (1, "rows.jsonl:1")
+    assert "min_prompt_tokens is 60" in rejects[0]["detail"]
+
+
 def test_statistics_describe_the_prompts(prepared) -> None:
     manifest, prompts, _ = prepared(_rows(6, 101))
     lengths = sorted(len(prompt["input_ids"]) for prompt in prompts)
