@@ -1,6 +1,6 @@
 """What each codec of hidden states costs and keeps, on the exact states and the trained draft of a finished run.
 
-    python -m benchmarks.codecs --run RUN [--seeds 5] [--steps 300] [--solved-start]
+    python -m benchmarks.codecs --run RUN [--seeds 5] [--steps 300] [--solved-start] [--to build/codecs.jsonl]
 
 Per codec: bytes a token here and at H = 7168 beside the peers' 8·H + 16; encode and decode speed in GB/s of
 bf16 states, one thread; relative error of each aux state with all channels at equal weight, and of the final
@@ -8,6 +8,8 @@ state; accept length of the run's best draft replayed on decoded aux states agai
 1 %); and accept length, replayed on exact states, of drafts trained from it, paired by seed with drafts
 trained from exact states, with a 95 % interval of the difference. Unless `--solved-start` is given every
 training starts from random weights, as at H above 4,096, since top-k probabilities allow no other.
+Every measurement is a line of `--to`, and what stands there is not made again: the same command goes on after a kill, and
+one with more seeds adds those.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ import dataclasses
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,12 +37,13 @@ from eyas.draft.model import Draft
 from eyas.draft.replay import replay
 from eyas.draft.spec import DraftSpec
 from eyas.draft.trainer import Trainer
-from eyas.files import digest_file, read_json
+from eyas.files import digest_file, read_json, read_json_lines
 from eyas.hidden.codec import CODECS, TOP, CodecName, bytes_per_token
 from eyas.hidden.store.codecs import decode, encode_states
 from eyas.hidden.store.reader import HiddenStore
 from eyas.hidden.store.shard import load_entry, open_shard
 from eyas.hidden.store.top import TopTargets
+from eyas.manifest import load_manifest
 from eyas.progress import silent
 from eyas.target.spec import load_target
 from eyas.target.weights import load_head
@@ -85,10 +90,15 @@ class Bench:
         self.vocabulary = digest_file(self.run.merged / "vocab_map.safetensors")
         self.heldout = self.exact.heldout[:num_records]
         self.num_steps = self.config.benchmark.num_draft_tokens
+        self._argmax: dict[tuple[str, ...], torch.Tensor] = {}
+        self._recoded: dict[CodecName, Corpus] = {"bf16": self.exact}
 
     def corpus(self, codec: CodecName) -> Corpus:
-        store = RecodedStore(self.run.hidden, codec, self.top_targets, self.vocabulary)
-        return dataclasses.replace(self.exact, store=store)
+        """The run's records as they would read from a store of `codec`."""
+        if codec not in self._recoded:
+            store = RecodedStore(self.run.hidden, codec, self.top_targets, self.vocabulary)
+            self._recoded[codec] = dataclasses.replace(self.exact, store=store)
+        return self._recoded[codec]
 
     def replayed(self, draft: Draft, aux_from: Corpus) -> float:
         """Accept length on held-out replies: aux states as decoded, targets exact."""
@@ -101,7 +111,9 @@ class Bench:
                 for record_id in ids
             ]
             batch = make_batch(records, self.num_steps)
-            yield batch, target_argmax(batch.labels, self.head.lm_head, is_exact=True)
+            if batch.ids not in self._argmax:
+                self._argmax[batch.ids] = target_argmax(batch.labels, self.head.lm_head, is_exact=True)
+            yield batch, self._argmax[batch.ids]
 
     def best_draft(self) -> Draft:
         draft = Draft(self.spec, self.head.embed_tokens)
@@ -117,7 +129,7 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             trainer = Trainer(
                 folder=Path(folder),
-                corpus=self.exact if codec == "bf16" else self.corpus(codec),
+                corpus=self.corpus(codec),
                 target=self.target,
                 spec=self.spec,
                 config=settings,
@@ -162,6 +174,24 @@ def speed_and_error(bench: Bench, codec: CodecName) -> dict[str, object]:
     }
 
 
+class Kept:
+    """Measurements as lines of a file: `what` is made once under the same `settings`, then read."""
+
+    def __init__(self, path: Path, settings: dict[str, object]) -> None:
+        self._path, self._settings = path, settings
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        rows = [json.loads(line) for _, line in read_json_lines(path)]
+        self._found = {tuple(row["what"]): row["value"] for row in rows if row["settings"] == settings}
+
+    def get(self, what: tuple[str | int, ...], make: Callable[[], Any]) -> Any:
+        if what not in self._found:
+            self._found[what] = make()
+            with open(self._path, "a") as file:
+                file.write(json.dumps({"settings": self._settings, "what": what, "value": self._found[what]}) + "\n")
+        return self._found[what]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="finished run with exact states and a trained draft")
@@ -169,28 +199,40 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, choices=range(11), help="paired trainings per codec; 0 trains nothing")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each training")
     parser.add_argument("--solved-start", action="store_true", help="start trainings as usual; leaves int4_top out")
+    parser.add_argument(
+        "--to", type=Path, default=Path("build/codecs.jsonl"), help="file of measurements; those there are not repeated"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     bench = Bench(arguments.run, arguments.records)
+    settings = {
+        "draft": load_manifest(bench.run.draft).fingerprint,
+        **{name: getattr(arguments, name) for name in ("records", "steps", "solved_start")},
+    }
+    kept = Kept(arguments.to, settings)
     draft = bench.best_draft()
-    baseline = bench.replayed(draft, bench.exact)
     if not arguments.solved_start:
         initial.MAX_HIDDEN_SIZE = 0
-    exact: list[float] = []
+    trained = [codec for codec in CODECS if not (arguments.solved_start and CODECS[codec].final is None)]
+    lengths: dict[CodecName, list[float]] = {codec: [] for codec in trained}
+    for seed in range(arguments.seeds):
+        for codec in trained:
+            lengths[codec].append(kept.get((codec, "trained", seed), partial(bench.trained, codec, seed, arguments.steps)))
+    baseline = kept.get(("bf16", "replayed"), lambda: bench.replayed(draft, bench.exact))
     for codec in CODECS:
+        seen = kept.get((codec, "replayed"), lambda codec=codec: bench.replayed(draft, bench.corpus(codec)))
         line: dict[str, object] = {
             "codec": codec,
             "bytes_per_token": bytes_per_token(bench.target.hidden_size, codec),
             "bytes_per_token_7168": bytes_per_token(PEER_HIDDEN_SIZE, codec),
             "share_of_peers_7168": round(bytes_per_token(PEER_HIDDEN_SIZE, codec) / (8 * PEER_HIDDEN_SIZE + 16), 3),
-            **speed_and_error(bench, codec),
+            **kept.get((codec, "speed"), partial(speed_and_error, bench, codec)),
+            "replayed_accept_length": round(seen, 4),
+            "replay_change": round(seen / baseline - 1, 4),
         }
-        seen = bench.replayed(draft, bench.corpus(codec))
-        line |= {"replayed_accept_length": round(seen, 4), "replay_change": round(seen / baseline - 1, 4)}
-        if arguments.seeds and not (arguments.solved_start and CODECS[codec].final is None):
-            lengths = [bench.trained(codec, seed, arguments.steps) for seed in range(arguments.seeds)]
-            exact = exact or lengths
-            line |= {"trained_accept_length": [round(length, 4) for length in lengths]} | _paired(lengths, exact)
+        if lengths.get(codec):
+            line["trained_accept_length"] = [round(length, 4) for length in lengths[codec]]
+            line |= _paired(lengths[codec], lengths["bf16"])
         print(json.dumps(line), flush=True)
 
 

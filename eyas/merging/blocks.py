@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,12 +20,15 @@ from eyas.errors import RecordError
 from eyas.merging.records import RecordRules, id_of, parse_record, read_lines
 from eyas.merging.spill import Heads, Tokens
 
+T = TypeVar("T")
+
 HEAD = np.dtype(
     [
         ("high", "<u8"), ("low", "<u8"), ("line", "<i8"), ("num_tokens", "<i4"), ("prompt_tokens", "<i4"),
         ("dataset", "<u2"), ("is_heldout", "?"), ("was_cut", "?"),
     ]
 )  # fmt: skip
+_CONTEXT = multiprocessing.get_context("spawn")  # the caller may hold threads, which do not survive a fork
 _INLINE_BYTES = 32 << 20  # below this, starting processes costs more than they save
 
 
@@ -91,13 +95,20 @@ def check_block(block: Block) -> CheckedBlock:
     )
 
 
+def apart(work: Callable[..., T], *given: Any, total_bytes: int) -> T:
+    """`work` in a process that ends with it where a merge of `total_bytes` starts processes anyway: what it loads does not stay."""
+    if total_bytes < _INLINE_BYTES:
+        return work(*given)
+    with ProcessPoolExecutor(1, mp_context=_CONTEXT) as pool:
+        return pool.submit(work, *given).result()
+
+
 def check_blocks(blocks: Iterator[Block], *, workers: int, total_bytes: int) -> Iterator[CheckedBlock]:
     """Check blocks on `workers` processes, in order, at most two blocks a process ahead of the reader."""
     if workers == 1 or total_bytes < _INLINE_BYTES:
         yield from map(check_block, blocks)
         return
-    context = multiprocessing.get_context("spawn")  # the caller may hold threads, which do not survive a fork
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers, mp_context=_CONTEXT) as pool:
         ahead: deque[Future[CheckedBlock]] = deque()
         for block in blocks:
             ahead.append(pool.submit(check_block, block))

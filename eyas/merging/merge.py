@@ -24,7 +24,7 @@ from eyas.config import RunConfig
 from eyas.errors import ConfigError, GateError, TooManyRejects
 from eyas.files import fsync_folder, json_line, storage_errors
 from eyas.manifest import MANIFEST_NAME, Counts, Manifest, file_entries, fingerprint, finished_manifest, now, verify_manifest
-from eyas.merging.blocks import HEAD, CheckedBlock, check_blocks, cut_blocks
+from eyas.merging.blocks import HEAD, CheckedBlock, apart, check_blocks, cut_blocks
 from eyas.merging.config import MergingConfig
 from eyas.merging.order import ORDER_HEAD, add_copies, in_order
 from eyas.merging.parquet import ORDER_SCHEMA, TOKENS_SCHEMA, RowGroups, hex_ids, row_groups
@@ -54,7 +54,8 @@ def merge(run: RunFolder, config: RunConfig, report: Report = silent) -> Manifes
     names = dataset_names(config)
     responses = {name: _finished_responses(run, name) for name in names}
     settings = config.merging.model_dump(include={"seed", "max_tokens", "mixture", "draft_vocab_size", "max_line_bytes"})
-    forced = forced_tokens(spec, config)
+    total_bytes = sum((run.responses(name) / RESPONSES_NAME).stat().st_size for name in names)
+    forced = apart(forced_tokens, spec, config, total_bytes=total_bytes)
     kept = kept_map(run.baseline, spec) if config.draft.warm_start else None
     wanted = fingerprint(
         "merge",

@@ -2,7 +2,8 @@
 
 A record that passes has ids inside the vocabulary, a mask that is 0 on the prompt and 1 on every generated
 id, and at least two generated ids after the length cap (one supervised position needs two). A record
-that fails is a `RecordError` with one of `REASONS`. About 45 µs of CPU per record of 1,400 tokens.
+that fails is a `RecordError` with one of `REASONS`. A line as generation writes it costs about 20 µs of CPU at
+1,400 tokens: ids and mask, 98 % of its bytes, are read without a JSON parser; any other line goes the careful way.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ REASONS = (
 MIN_GENERATED_IDS = 2
 _ID = re.compile(r"[0-9a-f]{32}")
 _ID_KEY = re.compile(rb'"id"\s*:\s*"([0-9a-f]{32})"')
+_IDS, _MASK = b'"input_ids":[', b',"loss_mask":['
+_LONGEST_REST = 4096
 _KEYS = ("id", "dataset", "split", "input_ids", "loss_mask", "prompt_tokens", "finish_reason")
 
 
@@ -62,21 +65,10 @@ def parse_record(line: bytes, rules: RecordRules) -> ResponseRecord:
     """Check one line and cut it at `max_tokens`; raises `RecordError` with the first reason that applies."""
     if len(line) > rules.max_line_bytes:
         raise RecordError("line_too_long", f"{len(line)} bytes, at most {rules.max_line_bytes}")
-    try:
-        row = orjson.loads(line)
-    except ValueError as error:
-        raise RecordError("not_json", str(error)) from error
-    if not isinstance(row, dict):
-        raise RecordError("not_json", f"a {type(row).__name__}, wanted an object")
-    missing = [key for key in _KEYS if key not in row]
-    if missing:
-        raise RecordError("missing_key", f"no {', '.join(missing)}")
+    compact = _compact(line, rules.vocab_size)
+    row, tokens = compact if compact is not None else _careful(line, rules)
     _check_labels(row, rules)
-    tokens = _checked_tokens(row["input_ids"], rules.vocab_size)
     prompt_tokens = row["prompt_tokens"]
-    if type(prompt_tokens) is not int or not 1 <= prompt_tokens <= len(tokens):
-        raise RecordError("bad_prompt_tokens", f"prompt_tokens is {prompt_tokens!r}, wanted 1 to {len(tokens)}")
-    _check_mask(row["loss_mask"], prompt_tokens, len(tokens))
     kept = min(len(tokens), rules.max_tokens)
     if kept - prompt_tokens < MIN_GENERATED_IDS:
         raise RecordError(
@@ -121,6 +113,52 @@ def read_lines(path: Path, max_line_bytes: int, *, start: int = 0, end: int | No
                     break
             yield position, number, line.strip(b" \t\r\n")
             position += size
+
+
+def _compact(line: bytes, vocab_size: int) -> tuple[dict[str, Any], npt.NDArray[np.int32]] | None:
+    """Row and ids of a line that is written as generation writes it and right in ids and mask; None tells nothing of the line."""
+    from eyas.merging.digits import read_ids  # numba takes 120 MB: only the processes that check lines load it
+
+    start = line.find(_IDS, 0, _LONGEST_REST)
+    end = line.find(b"]", start)
+    if start < 0 or end < 0 or not line.startswith(_MASK, end + 1):
+        return None
+    tokens = read_ids(line[start + len(_IDS) : end], vocab_size)
+    mask_start, mask_end = end + 1 + len(_MASK), line.find(b"]", end + 1)
+    rest = line[: start + len(_IDS)] + line[end : end + 1 + len(_MASK)] + line[mask_end:]  # both lists empty
+    if tokens is None or len(rest) > _LONGEST_REST or b"\\" in rest or rest.count(b'"input_ids"') * rest.count(b'"loss_mask"') != 1:
+        return None
+    try:
+        row = orjson.loads(rest)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or any(key not in row for key in _KEYS):
+        return None
+    prompt_tokens = row["prompt_tokens"]
+    if type(prompt_tokens) is not int or not 1 <= prompt_tokens <= len(tokens):
+        return None
+    mask = b"0," * prompt_tokens + b"1," * (len(tokens) - prompt_tokens)
+    return (row, tokens) if line[mask_start:mask_end] == mask[:-1] else None
+
+
+def _careful(line: bytes, rules: RecordRules) -> tuple[dict[str, Any], npt.NDArray[np.int32]]:
+    """Row and ids of any line; raises `RecordError` with what is wrong."""
+    try:
+        row = orjson.loads(line)
+    except ValueError as error:
+        raise RecordError("not_json", str(error)) from error
+    if not isinstance(row, dict):
+        raise RecordError("not_json", f"a {type(row).__name__}, wanted an object")
+    missing = [key for key in _KEYS if key not in row]
+    if missing:
+        raise RecordError("missing_key", f"no {', '.join(missing)}")
+    _check_labels(row, rules)
+    tokens = _checked_tokens(row["input_ids"], rules.vocab_size)
+    prompt_tokens = row["prompt_tokens"]
+    if type(prompt_tokens) is not int or not 1 <= prompt_tokens <= len(tokens):
+        raise RecordError("bad_prompt_tokens", f"prompt_tokens is {prompt_tokens!r}, wanted 1 to {len(tokens)}")
+    _check_mask(row["loss_mask"], prompt_tokens, len(tokens))
+    return row, tokens
 
 
 def _check_labels(row: dict[str, Any], rules: RecordRules) -> None:
