@@ -22,6 +22,7 @@ from eyas.operate.phases import PHASES, TITLES, Phase, phase_folders
 from eyas.operate.prompt_accounts import prompt_accounts
 from eyas.operate.status import RunStatus, read_status
 from eyas.operate.wording import duration, number, size
+from eyas.speculate.report import findings
 from eyas.workspace import RunFolder
 
 
@@ -80,6 +81,7 @@ def gather(run: RunFolder) -> dict[str, Any]:
         "plots": _plots(run, names, rows, replays, results),
         "deployment": results.get("deployment"),
         "engines": _optional(run.benchmark / "engines.json"),
+        "findings": findings(results) if results else [],
     }
 
 

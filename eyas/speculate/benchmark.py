@@ -42,7 +42,7 @@ from eyas.target.spec import TargetSpec, load_target
 from eyas.workspace import RunFolder, exclusive
 
 STAGE = "benchmark"
-VERSION = 3
+VERSION = 4
 _CACHE_SLACK_TOKENS = 128
 """Per request in flight: rounding to pages, and drafts under way."""
 

@@ -3,7 +3,8 @@
 1. The target's own replies (draft off, many in flight): the reference, and where each falls into a loop.
 2. The same prompts with the draft, cut where the loop would begin: raw counts, and identical / tie / wrong.
 3. Timed blocks in A-B-B-A order at each number of requests in flight, same prompts, same cut, so that both
-   sides make the same tokens. 4. Where asked for, replies at temperature 1 from both sides.
+   sides make the same tokens; before each the same prompts untimed, a few tokens of each, so that no block
+   meets a cold server and all find their prompts in the prefix cache. 4. Where asked for, replies at temperature 1 from both sides.
 
 Every draft reply is judged, those of the timed blocks too, each against the reply without draft that was
 made at the same load. Judging comes last, when every block is kept.
@@ -34,6 +35,7 @@ Sets = dict[str, list[BenchmarkPrompt]]
 Blocks = dict[tuple[Visit, Point], Block]
 
 SAMPLED_TOKENS = 8
+WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,8 @@ def _send(server: Server, point: Point, prompts: list[BenchmarkPrompt], asked: d
         return run_block(server, chosen, [SAMPLED_TOKENS] * len(chosen), point.concurrency, temperature=1.0)
     if point.kind == "time":
         timed, caps = asked[point.set].timed(max(config.timed_prompts, 2 * point.concurrency))
+        # Untimed: a server just started is slower, and its prefix cache empty; every timed block begins in one state.
+        run_block(server, timed, [min(cap, WARM_UP_TOKENS) for cap in caps], point.concurrency)
         return run_block(server, timed, caps, point.concurrency)
     caps = asked[point.set].caps if server.has_draft else [config.max_new_tokens] * len(prompts)
     return run_block(server, prompts, caps, point.concurrency)
@@ -204,6 +208,8 @@ def _timed_blocks(mine: Blocks, work: Asked, shape: DraftShape, measure_tie: Mea
                 round=number,
                 wall_s=block.wall_s,
                 output_tokens=block.num_tokens,
+                datasets=[prompt.dataset for prompt in prompts],
+                reply_tokens=[len(reply.output_ids) for reply in block.replies],
                 latencies_s=[reply.latency_s for reply in block.replies],
                 first_tokens_s=[reply.first_token_s for reply in block.replies if reply.first_token_s is not None],
                 outcomes=[verdict.outcome for verdict in verdicts],

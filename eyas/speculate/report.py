@@ -35,11 +35,12 @@ def render_report(results: dict[str, Any]) -> str:
     lines += [_accept_line(name, item) for name, item in (results["per_dataset"] | results["per_set"]).items()]
     lines += [
         "",
-        "| in flight | speed-up | spread | tok/s off | tok/s on | latency p50 off → on | p99 off → on | first token p50 off → on |",
-        "|---|---|---|---|---|---|---|---|",
+        "| in flight | speed-up | spread | tok/s off | tok/s on | latency p50 off → on | p90 | p99 | first token p50 off → on |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_timing_line(point) for point in results["timing"]]
-    lines += ["", _break_even(results), *_grid(results), "", *_sampling(results["sampling"])]
+    lines += [*_per_dataset(results), *_grid(results)]
+    lines += [line for finding in findings(results) for line in ("", finding)]
     if accept["position_rates"]:
         rates = ", ".join(f"{rate:.2f}" for rate in accept["position_rates"])
         lines += ["", f"Drafts accepted at each position, given those before it: {rates}."]
@@ -54,12 +55,43 @@ def render_report(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _break_even(results: dict[str, Any]) -> str:
-    if results["break_even_concurrency"] is None:
-        return "The draft pays at every number of requests in flight that was measured."
-    return (
-        f"From {results['break_even_concurrency']} requests in flight the draft costs more than it gains: serve without it there."
-    )
+def findings(results: dict[str, Any]) -> list[str]:
+    """A sentence each: up to which load the draft pays, which shape to set, and what the test of sampling found."""
+    loads = sorted(point["concurrency"] for point in results["timing"])
+    lost = results["break_even_concurrency"]
+    paying = [load for load in loads if lost is None or load < lost]
+    if lost is None:
+        sentences = ["The draft pays at every number of requests in flight that was measured."]
+    elif paying:
+        sentences = [f"Break-even lies between {paying[-1]} and {lost} requests in flight: serve without the draft from {lost} on."]
+    else:
+        sentences = [f"From {lost} requests in flight the draft costs more than it gains: serve without it there."]
+    best = [
+        f"{item['shape']} ({item['speedup']:.2f}×) at {item['concurrency']}"
+        if item["shape"]
+        else f"no draft at {item['concurrency']}"
+        for item in results["best"]
+    ]
+    if best:
+        sentences.append(f"Best by these figures, in flight: {'; '.join(best)} (a gain that its slowest pair of blocks shows too).")
+    return [*sentences, _sampling(results["sampling"])]
+
+
+def _per_dataset(results: dict[str, Any]) -> list[str]:
+    """What one request of each dataset sees, at the first number in flight."""
+    rows = [(name, item["timing"][0]) for name, item in results["per_dataset"].items() if item["timing"]]
+    if not rows:
+        return []
+    lines = [
+        "",
+        f"| one request of, {rows[0][1]['concurrency']} in flight | speed-up | tok/s off | tok/s on | latency p50 off → on |",
+    ]
+    lines.append("|---|---|---|---|---|")
+    for name, point in rows:
+        latency = f"{point['latency_s_off']['p50']:.2f} → {point['latency_s_on']['p50']:.2f} s"
+        rates = f"{point['tokens_per_s_off']:.1f} | {point['tokens_per_s_on']:.1f}"
+        lines.append(f"| {name} | {point['speedup']:.2f}× | {rates} | {latency} |")
+    return lines
 
 
 def _by_context(results: dict[str, Any]) -> list[str]:
@@ -75,7 +107,7 @@ def _by_context(results: dict[str, Any]) -> list[str]:
 
 
 def _grid(results: dict[str, Any]) -> list[str]:
-    """Shapes of the draft beside each other, and what to set."""
+    """Shapes of the draft beside each other."""
     lines: list[str] = []
     if len(results["grid"]) > 1:
         loads = " | ".join(f"speed-up at {point['concurrency']}" for point in results["timing"])
@@ -88,22 +120,16 @@ def _grid(results: dict[str, Any]) -> list[str]:
             + " |"
             for shape in results["grid"]
         ]
-    best = [
-        f"{item['shape']} ({item['speedup']:.2f}×) at {item['concurrency']}"
-        if item["shape"]
-        else f"no draft at {item['concurrency']}"
-        for item in results["best"]
-    ]
-    return [*lines, "", f"Best by these figures, in flight: {'; '.join(best)}."] if best else lines
+    return lines
 
 
-def _sampling(sampling: dict[str, Any] | None) -> list[str]:
+def _sampling(sampling: dict[str, Any] | None) -> str:
     if sampling is None:
-        return ["The distribution above temperature 0 was not tested (`benchmark.sampled_replies` is 0)."]
-    return [
+        return "The distribution above temperature 0 was not tested (`benchmark.sampled_replies` is 0)."
+    return (
         f"At temperature 1, {sampling['replies_per_side']} replies a side to {sampling['prompts']} prompts: "
         f"p = {sampling['p_value']:.4f} that both sides draw from one distribution (permutation test)."
-    ]
+    )
 
 
 def _details(details: dict[str, Any]) -> str:
@@ -138,6 +164,7 @@ def _timing_line(point: dict[str, Any]) -> str:
         f"{point['tokens_per_s_off']:.1f}",
         f"{point['tokens_per_s_on']:.1f}",
         pair("latency_s", "p50"),
+        pair("latency_s", "p90"),
         pair("latency_s", "p99"),
         pair("first_token_s", "p50"),
     ]

@@ -55,6 +55,9 @@ class TimedBlock(BaseModel):
     round: int
     wall_s: float
     output_tokens: int
+    datasets: list[str]
+    reply_tokens: list[int]
+    """Dataset and new tokens of each reply, beside its latency."""
     latencies_s: list[float]
     first_tokens_s: list[float] = Field(default_factory=list)
     outcomes: list[Outcome] = Field(default_factory=list)
@@ -134,14 +137,14 @@ def summarise(measurements: list[SetMeasurement], *, engine: str, num_draft_toke
             "has_enough_verifications": overall["num_verifications"] >= min_verifications,
         },
         "all_sets": _accept(rows),
-        "per_dataset": {name: _accept(items) for name, items in by_dataset.items()},
+        "per_dataset": {name: _accept(items) | {"timing": _timing_of(name, blocks)} for name, items in by_dataset.items()},
         "per_set": per_set,
         "outputs": _outputs(outcomes),
         "predicted_accept_length": overall["predicted_accept_length"],
         "baselines": overall["baselines"],
         "beats_baselines": all(value < overall["accept_length"] for value in overall["baselines"].values()),
         "speedup": timing[0]["speedup"] if timing else None,
-        "break_even_concurrency": next((point["concurrency"] for point in timing if point["speedup"] < 1), None),
+        "break_even_concurrency": _break_even(grid),
         "timing": timing,
         "grid": grid,
         "best": _best(grid),
@@ -186,6 +189,19 @@ def _shape_point(shape: DraftShape, counts: AcceptCounts, outcomes: list[Outcome
         "outputs": _outputs(outcomes),
         "timing": timing,
     }
+
+
+def _break_even(grid: list[dict[str, Any]]) -> int | None:
+    """The smallest number in flight from which on, at every one measured, no shape of the draft is faster than none."""
+    fastest: dict[int, float] = {}
+    for point in (point for shape in grid for point in shape["timing"]):
+        fastest[point["concurrency"]] = max(point["speedup"], fastest.get(point["concurrency"], 0.0))
+    lost = None
+    for concurrency in sorted(fastest, reverse=True):
+        if fastest[concurrency] >= 1:
+            break
+        lost = concurrency
+    return lost
 
 
 def _best(grid: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -259,6 +275,29 @@ def _timing(blocks: list[TimedBlock]) -> list[dict[str, Any]]:
                 },
             }
         )
+    return points
+
+
+def _timing_of(dataset: str, blocks: list[TimedBlock]) -> list[dict[str, Any]]:
+    """What one request of `dataset` sees at each number in flight: its own tokens per second and latency, by side."""
+    points = []
+    for concurrency in dict.fromkeys(block.concurrency for block in blocks):
+        point: dict[str, Any] = {"concurrency": concurrency}
+        for side in ("off", "on"):
+            seen = [
+                (tokens, latency_s)
+                for block in blocks
+                if block.concurrency == concurrency and block.side == side
+                for name, tokens, latency_s in zip(block.datasets, block.reply_tokens, block.latencies_s, strict=True)
+                if name == dataset
+            ]
+            if not seen:
+                break  # none of its prompts was timed
+            point[f"tokens_per_s_{side}"] = sum(tokens for tokens, _ in seen) / sum(latency_s for _, latency_s in seen)
+            point[f"latency_s_{side}"] = _percentiles([latency_s for _, latency_s in seen])
+            point["num_requests"] = len(seen)
+        else:
+            points.append(point | {"speedup": point["tokens_per_s_on"] / point["tokens_per_s_off"]})
     return points
 
 

@@ -231,7 +231,14 @@ def write_results(run: RunFolder) -> dict[str, Any]:
     ]
     blocks = [
         TimedBlock(
-            side=side, concurrency=1, round=number, wall_s=10.0 if side == "off" else 8.0, output_tokens=400, latencies_s=[0.8] * 12
+            side=side,
+            concurrency=1,
+            round=number,
+            wall_s=10.0 if side == "off" else 8.0,
+            output_tokens=400,
+            datasets=["alpha"] * 12,
+            reply_tokens=[33] * 12,
+            latencies_s=[0.8] * 12,
         )
         for number, side in enumerate(("off", "on", "on", "off"))
     ]

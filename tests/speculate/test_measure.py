@@ -15,7 +15,7 @@ from eyas.speculate.blocks import BlockStore
 from eyas.speculate.config import BenchmarkConfig, DraftShape
 from eyas.speculate.load import Server, run_block
 from eyas.speculate.lossless import LocalJudge
-from eyas.speculate.measure import collect, compare, num_blocks
+from eyas.speculate.measure import WARM_UP_TOKENS, collect, compare, num_blocks
 from eyas.speculate.results import SetMeasurement, Side
 from eyas.speculate.sets import BenchmarkPrompt
 from tests.speculate.conftest import FakeEngine, greedy, served
@@ -80,6 +80,20 @@ def test_timed_blocks_go_off_on_on_off_and_make_the_same_tokens(model: Any, tmp_
     assert all(len(block.outcomes) == (len(block.latencies_s) if block.side == "on" else 0) for block in measurement.blocks)
 
 
+def test_every_timed_block_begins_warm(model: Any, tmp_path: Path) -> None:
+    """A server restarted for the block is cold, and its prefix cache empty: the same prompts come first, untimed and short."""
+    draft = FakeEngine(model, accepted=1)
+    measurement, _, _, _ = measure(model, draft, tmp_path, CONFIG.model_copy(update={"concurrency": [1]}))
+    counted, *rest = [draft.requests[start : start + size] for start, size in ((0, 3), (3, 2), (5, 2), (7, 2), (9, 2))]
+    assert len(draft.requests) == 11
+    assert len(counted) == 3
+    for warm_up, timed in (rest[:2], rest[2:]):
+        assert [request["input_ids"] for request in warm_up] == [request["input_ids"] for request in timed]
+        assert {request["sampling_params"]["max_new_tokens"] for request in warm_up} == {WARM_UP_TOKENS}
+    on = [block for block in measurement.blocks if block.side == "on"]
+    assert [len(block.latencies_s) for block in on] == [2, 2], "the warm-up is in no figure"
+
+
 def test_replies_are_cut_where_their_loop_begins(model: Any, tmp_path: Path) -> None:
     """The tiny target loops; the part that is counted holds no repetition, and only that part is asked of the draft."""
     draft = FakeEngine(model, accepted=1)
@@ -89,7 +103,7 @@ def test_replies_are_cut_where_their_loop_begins(model: Any, tmp_path: Path) -> 
     assert looping
     for row in looping:
         asked = {r["sampling_params"]["max_new_tokens"] for r in draft.requests if r["input_ids"] == row.prompt_ids}
-        assert asked == {row.loop_free_tokens}
+        assert asked == {row.loop_free_tokens, min(row.loop_free_tokens, WARM_UP_TOKENS)}
         assert row.draft_ids == row.reference_ids[: row.loop_free_tokens]
 
 
@@ -126,7 +140,7 @@ def test_a_killed_benchmark_goes_on_with_the_next_block(model: Any, tmp_path: Pa
     for path in sorted(tmp_path.glob("*_on_time_2_0_2.json")):  # both shapes' second block with the draft at two in flight
         path.write_bytes(path.read_bytes()[:50])
     again, plain, _, asked = measure(model, draft, tmp_path, GRID, is_side_by_side=False)
-    assert len(draft.requests) - sent == 2 * 4  # four prompts at two in flight, for each shape
+    assert len(draft.requests) - sent == 2 * 4 * 2  # four prompts at two in flight, for each shape, and their warm-up
     assert not plain.requests
     assert {name.split()[0] for name in asked} == {"on"}
     assert [row.model_dump() for row in again.rows] == [row.model_dump() for row in whole.rows]

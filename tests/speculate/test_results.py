@@ -37,6 +37,8 @@ def block(side: str, wall_s: float, **changes: Any) -> TimedBlock:
         "round": 0,
         "wall_s": wall_s,
         "output_tokens": 100,
+        "datasets": ["b1", "b2"],
+        "reply_tokens": [60, 40],
         "latencies_s": [wall_s / 2, wall_s / 2],
     }
     return TimedBlock.model_validate(values | changes)
@@ -90,6 +92,32 @@ def test_speedup_is_the_ratio_of_rates_with_the_spread_of_its_pairs(measurements
     assert (point["speedup_min"], point["speedup_max"], point["block_pairs"]) == (pytest.approx(2.0), pytest.approx(2.0), 2)
     assert point["latency_s_off"]["p50"] == pytest.approx(2.25)
     assert point["first_token_s_on"] is None
+
+
+def test_one_request_of_each_dataset_has_its_own_rate_and_latency(measurements: list[SetMeasurement]) -> None:
+    """Replies of 60 tokens of b1 in 2 and 2.5 s without the draft, in 1 and 1.25 s with it."""
+    results = results_of(measurements)
+    (point,) = results["per_dataset"]["b1"]["timing"]
+    assert (point["concurrency"], point["num_requests"]) == (1, 2)
+    assert point["tokens_per_s_off"] == pytest.approx(120 / 4.5)
+    assert point["speedup"] == pytest.approx(2.0)
+    assert point["latency_s_on"]["p50"] == pytest.approx(1.125)
+    assert "| b1 | 2.00× | 26.7 | 53.3 | 2.25 → 1.12 s |" in render_report(results)
+    for item in measurements[0].blocks:
+        item.datasets = ["b2", "b2"]
+    assert results_of(measurements)["per_dataset"]["b1"]["timing"] == [], "none of its prompts was timed"
+
+
+def test_break_even_is_the_load_from_which_on_every_shape_loses(measurements: list[SetMeasurement]) -> None:
+    """2.0 at one in flight, 0.8 at four by chance, 1.25 at eight, 0.5 at sixteen, 0.8 at thirty-two."""
+    for concurrency, off_s in ((4, 0.8), (8, 1.25), (16, 0.5), (32, 0.8)):
+        measurements[0].blocks += [block("off", off_s, concurrency=concurrency), block("on", 1.0, concurrency=concurrency)]
+    results = results_of(measurements)
+    assert results["break_even_concurrency"] == 16
+    assert "Break-even lies between 8 and 16 requests in flight" in render_report(results)
+    assert results["best"][1] == {"concurrency": 4, "shape": None, "speedup": 1.0}
+    measurements[0].blocks = [item for item in measurements[0].blocks if item.concurrency <= 8]
+    assert results_of(measurements)["break_even_concurrency"] is None
 
 
 def test_baselines_and_prediction_stand_beside_the_draft(measurements: list[SetMeasurement]) -> None:
