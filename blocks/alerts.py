@@ -33,6 +33,6 @@ class Alert(Block):
     _code_example = 'Alert(to=["slack-webhook/ops"], events=["run failed", "gate breached"]).save("ops")'
 
     to: list[str] = Field(
-        min_length=1, description='Blocks that deliver, as a list of type/name: ["slack-webhook/ops", "webhook/pager"].'
+        min_length=1, description='Blocks that deliver, as a list of type/name: `["slack-webhook/ops", "webhook/pager"]`.'
     )
     events: list[AlertEvent] = Field(default=list(get_args(AlertEvent)), description="Events that are sent.")

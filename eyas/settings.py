@@ -1,7 +1,8 @@
 """The base of every config model: unknown keys are refused, values are frozen, defaults are checked.
 
-A form shows a field's description and not its bounds, so the schema's descriptions say them. A field that
-may be left to the target takes a value that says so ("auto", -1): a form shows `X | None` as a toggle of types.
+A form shows a field's description and not its bounds, so the schema's descriptions say them, and it is kept in
+PostgreSQL, which sorts keys by length, so each property says its place. A field that may be left to the target takes a
+value that says so ("auto", -1): a form shows `X | None` as a toggle of types.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from pydantic import BaseModel, ConfigDict
 _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 
 
-def show_bounds(schema: dict[str, Any]) -> None:
-    """Say each property's numeric bounds at the end of its description."""
-    for field in schema.get("properties", {}).values():
+def fit_for_a_form(schema: dict[str, Any]) -> None:
+    """Say each property's numeric bounds at the end of its description, and its place (`position`, as Prefect's UI sorts)."""
+    for position, field in enumerate(schema.get("properties", {}).values()):
+        field["position"] = position
         said = [f"{words} {field[name]:,}" for name, words in _BOUNDS.items() if name in field]
         if said:
             text = " and ".join(said)
@@ -25,4 +27,4 @@ def show_bounds(schema: dict[str, Any]) -> None:
 class Settings(BaseModel):
     """Base of the config tree; each stage owns its own subclass beside the code that reads it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, json_schema_extra=show_bounds)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, json_schema_extra=fit_for_a_form)

@@ -6,6 +6,7 @@ from prefect import flow
 
 from flows.phases import benchmark_phase, finished_phase
 from flows.runs import BlockNames, config_of, running
+from flows.turn import turn
 
 
 @flow(name="benchmark", flow_run_name="benchmark {run}")
@@ -25,8 +26,9 @@ async def benchmark(
         host_block: Name of a Target Host block; replaces operate.host. Empty uses the section.
         storage_block: Name of a Run Storage block for task results and final artifacts. Empty keeps them in the run folder.
     """
-    async with running(
-        run, config_of(run, settings), BlockNames(server=server_block, host=host_block, storage=storage_block)
-    ) as job:
+    async with (
+        running(run, config_of(run, settings), BlockNames(server=server_block, host=host_block, storage=storage_block)) as job,
+        turn(job.config),
+    ):
         await benchmark_phase(job, finished_phase(job.run.export))
     return str(job.run.root)

@@ -11,6 +11,7 @@ from pydantic import SecretStr
 
 from flows.phases import finished_phase
 from flows.runs import BlockNames, config_of, running
+from flows.turn import turn
 from tasks.caching import run_task
 from tasks.deploy import serve_draft
 from tasks.publish import artifact_key
@@ -36,7 +37,8 @@ async def deploy(
     blocks = BlockNames(server=server_block, host=host_block, storage=storage_block)
     async with running(run, config_of(run, settings), blocks) as job:
         finished_phase(job.run.benchmark)
-        deployment = await run_task(serve_draft, api_key=SecretStr(job.api_key), **job.shared)
+        async with turn(job.config):
+            deployment = await run_task(serve_draft, api_key=SecretStr(job.api_key), **job.shared)
         rows = [check.model_dump() for check in deployment.checks]
         said = f"{deployment.outcome}: {deployment.reason}"
         await acreate_table_artifact(rows, key=artifact_key(job.run.root.name, "deployment"), description=said)

@@ -6,6 +6,7 @@ from prefect import flow
 
 from flows.phases import extract_phase, finished_datasets, finished_phase
 from flows.runs import BlockNames, config_of, running
+from flows.turn import turn
 
 
 @flow(name="extract", flow_run_name="extract {run}")
@@ -19,8 +20,9 @@ async def extract(run: str, settings: list[str] = [], server_block: str = "", ho
         host_block: Name of a Target Host block; replaces operate.host. Empty uses the section.
         storage_block: Name of a Run Storage block for task results and final artifacts. Empty keeps them in the run folder.
     """
-    async with running(
-        run, config_of(run, settings), BlockNames(server=server_block, host=host_block, storage=storage_block)
-    ) as job:
+    async with (
+        running(run, config_of(run, settings), BlockNames(server=server_block, host=host_block, storage=storage_block)) as job,
+        turn(job.config),
+    ):
         await extract_phase(job, finished_datasets(job, job.run.responses), finished_phase(job.run.merged))
     return str(job.run.root)

@@ -6,6 +6,7 @@ from prefect import flow
 
 from flows.phases import finished_datasets, generate_phase
 from flows.runs import BlockNames, config_of, running
+from flows.turn import turn
 
 
 @flow(name="generate", flow_run_name="generate {run}")
@@ -25,8 +26,9 @@ async def generate(
         host_block: Name of a Target Host block; replaces operate.host. Empty uses the section.
         storage_block: Name of a Run Storage block for task results and final artifacts. Empty keeps them in the run folder.
     """
-    async with running(
-        run, config_of(run, settings), BlockNames(server=server_block, host=host_block, storage=storage_block)
-    ) as job:
+    async with (
+        running(run, config_of(run, settings), BlockNames(server=server_block, host=host_block, storage=storage_block)) as job,
+        turn(job.config),
+    ):
         await generate_phase(job, finished_datasets(job, job.run.prompts))
     return str(job.run.root)

@@ -28,6 +28,7 @@ from flows.early import early_work
 from flows.local import run_here
 from flows.phases import (
     Job,
+    Manifests,
     benchmark_phase,
     extract_phase,
     generate_phase,
@@ -36,6 +37,7 @@ from flows.phases import (
     train_phase,
 )
 from flows.runs import BlockNames, running
+from flows.turn import turn
 
 
 @flow(name="pipeline", flow_run_name="pipeline {run}")
@@ -96,6 +98,12 @@ async def run_phases(job: Job, until: Phase = "bench") -> None:
         return
     if await decide(job):
         prompts = await prepare_phase(job)
+    async with turn(job.config):
+        await _on_the_host(job, prompts, until)
+
+
+async def _on_the_host(job: Job, prompts: Manifests, until: Phase) -> None:
+    """The phases that use the target's servers or need their processors free."""
     if until == "generate":
         await generate_phase(job, prompts)
         return

@@ -47,12 +47,18 @@ class GatesConfig(Settings):
 
     window: int = Field(default=200, ge=8, description="Replies that a rolling gate looks at.")
     min_replies: int = Field(default=16, ge=4, description="Replies before a gate may stop anything.")
-    empty: GateConfig = GateConfig(warn=0.02, stop=0.2)
-    cut_by_length: GateConfig = GateConfig(warn=0.3, stop=1.0)
-    unclosed_reasoning: GateConfig = GateConfig(warn=0.1, stop=0.6)
-    no_reasoning: GateConfig = GateConfig(warn=0.05, stop=0.5)
-    repetition: GateConfig = GateConfig(warn=0.2, stop=1.0)
-    rejected: GateConfig = GateConfig(warn=0.02, stop=0.3)
+    empty: GateConfig = Field(
+        default=GateConfig(warn=0.02, stop=0.2), description="Replies with neither an answer nor a tool call."
+    )
+    cut_by_length: GateConfig = Field(default=GateConfig(warn=0.3, stop=1.0), description="Replies cut by their cap.")
+    unclosed_reasoning: GateConfig = Field(
+        default=GateConfig(warn=0.1, stop=0.6), description="Replies whose reasoning never closes."
+    )
+    no_reasoning: GateConfig = Field(
+        default=GateConfig(warn=0.05, stop=0.5), description="Replies without reasoning, of a target that always reasons."
+    )
+    repetition: GateConfig = Field(default=GateConfig(warn=0.2, stop=1.0), description="Replies that end in a loop.")
+    rejected: GateConfig = Field(default=GateConfig(warn=0.02, stop=0.3), description="Replies that were not accepted.")
 
 
 class GenerationConfig(Settings):

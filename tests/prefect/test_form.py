@@ -11,6 +11,7 @@ from prefect.utilities.schema_tools import is_valid_schema
 from prefect.utilities.schema_tools.validation import validate
 
 from eyas.config import RunConfig
+from eyas.target.config import TargetConfig
 from flows.pipeline import pipeline
 
 SCHEMA: dict[str, Any] = parameter_schema(pipeline).model_dump()
@@ -49,6 +50,13 @@ def test_every_value_is_described_and_its_bounds_are_said() -> None:
                 bounded += 1
                 assert f"{word} {schema[key]:,}" in schema["description"], name
     assert bounded > 50
+
+
+def test_fields_stand_in_the_order_of_the_code_whatever_sorts_their_keys() -> None:
+    """PostgreSQL keeps a schema as jsonb, shortest key first; the UI sorts by `position`."""
+    target = SCHEMA["definitions"]["TargetConfig"]["properties"]
+    assert sorted(target, key=lambda name: int(target[name]["position"])) == list(TargetConfig.model_fields)
+    assert all("position" in schema for name, schema in fields())
 
 
 def test_every_box_of_the_form_is_a_section_of_the_config() -> None:

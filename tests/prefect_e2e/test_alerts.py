@@ -16,6 +16,8 @@ from blocks import Alert
 from blocks.alerts import AlertEvent
 from deployments.register import register
 from tasks.events import emit
+from tests.prefect.paper import config_with
+from tests.prefect.test_watch import running
 from tests.prefect_e2e.conftest import Stack, until
 
 EVENTS: set[AlertEvent] = set(get_args(AlertEvent))
@@ -65,6 +67,15 @@ async def test_everything_worth_telling_reaches_the_webhook(stack: Stack, inbox:
     crashed = {"type": "CRASHED", "name": "Crashed", "message": "zombie: as the automation says it"}
     stack.call("POST", f"/flow_runs/{ended}/set_state", state=crashed, force=True)
     assert told("zombie run")["text"].startswith("zombie")
+
+    gate = {"generation": {"gates": {"empty": {"warn": 0.02, "stop": 0.2}}}}
+    stalled = config_with(operate={"stall_s": 10}, server={"kind": "sglang", "urls": ["http://127.0.0.1:9"]}, **gate)
+    running(stack.runs / "watched" / "night", stalled, age_s=60, gate_empty=0.1)  # in this process, which lives
+    stack.wait_state(stack.start("watched", name="watch/watch-every-5-minutes"), "COMPLETED")
+    assert "no progress" in told("run stalled")["text"]
+    assert "B1_glaive: empty 10.0%" in told("gate breached")["text"]
+    assert "does not answer" in told("server down")["text"]
+    received.clear()
 
     for event in EVENTS - {"run failed", "run finished", "zombie run"}:  # what Eyas itself tells
         with temporary_settings({PREFECT_API_URL: f"{stack.ui}/api"}):

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 import json
 import os
 import signal
+import sys
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from deployments.catalogue import HOST_QUEUE, LIGHT_QUEUE, Entry
+from deployments.register import deploy
 from tests.prefect_e2e.conftest import MANY, Stack, journal_ids, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(7200)]
@@ -17,6 +27,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(7200)]
 def family(pid: int) -> list[psutil.Process]:
     process = psutil.Process(pid)
     return [process, *process.children(recursive=True)]
+
+
+def busy(stack: Stack) -> dict[str, Any]:
+    """Sections that keep a run in generation and in training for long enough to be killed there."""
+    return {"prompts": stack.long(80), "draft": {**stack.tiny["draft"], "max_steps": 600}}
 
 
 def test_a_wrong_value_is_refused_before_a_run_exists(stack: Stack) -> None:
@@ -40,7 +55,7 @@ def test_a_missing_block_fails_at_once_with_the_next_step(stack: Stack) -> None:
 def test_killed_in_generation_and_in_training_a_retry_goes_on_to_the_end(stack: Stack) -> None:
     """https://github.com/PrefectHQ/prefect/issues/16515: what a dead process leaves behind is taken up by manifest."""
     run = stack.runs / "killed"
-    flow_run_id = stack.start("killed", prompts=stack.long(80), draft={**stack.tiny["draft"], "max_steps": 600})
+    flow_run_id = stack.start("killed", **busy(stack))
     stack.until(flow_run_id, lambda: len(journal_ids(run)) >= 3)
     first = stack.pid(flow_run_id)
     os.kill(first, signal.SIGKILL)
@@ -68,32 +83,84 @@ def test_killed_in_generation_and_in_training_a_retry_goes_on_to_the_end(stack: 
 
 def test_the_finished_run_again_makes_nothing(stack: Stack) -> None:
     run = stack.runs / "killed"
+    if not (run / "benchmark" / "manifest.json").is_file():  # this test runs alone
+        stack.wait_state(stack.start("killed", **busy(stack)), "COMPLETED")
     stamps = {path: path.stat().st_mtime_ns for path in run.glob("*/**/manifest.json")}
-    again = {"prompts": stack.long(80), "draft": {**stack.tiny["draft"], "max_steps": 600}}
-    stack.wait_state(stack.start("killed", **again), "COMPLETED")
+    assert {path.relative_to(run).parts[0] for path in stamps} >= {"prompts", "responses", "merged", "hidden", "draft", "benchmark"}
+    stack.wait_state(stack.start("killed", **busy(stack)), "COMPLETED")
     assert stamps == {path: path.stat().st_mtime_ns for path in run.glob("*/**/manifest.json")}
 
 
-def test_cancelling_leaves_no_child_process(stack: Stack) -> None:
-    """https://github.com/PrefectHQ/prefect/issues/20979: the engine is a child of the flow's process."""
-    flow_run_id = stack.start("cancelled", prompts=stack.long(600))
-    stack.until(flow_run_id, lambda: len(journal_ids(stack.runs / "cancelled")) >= 1)
+@pytest.mark.parametrize("phase", ["generation", "training"])
+def test_cancelling_leaves_no_child_process(stack: Stack, phase: str) -> None:
+    """https://github.com/PrefectHQ/prefect/issues/20979, https://github.com/PrefectHQ/prefect/issues/17593
+
+    The engine and the trainer are children of the flow's process, each in a group of its own.
+    """
+    name = f"cancelled-in-{phase}"
+    run = stack.runs / name
+    if phase == "generation":
+        flow_run_id = stack.start(name, prompts=stack.long(600))
+        stack.until(flow_run_id, lambda: len(journal_ids(run)) >= 1)
+    else:
+        flow_run_id = stack.start(name, draft={**stack.tiny["draft"], "max_steps": 1_000_000})
+        stack.until(flow_run_id, (run / "progress" / "train.json").is_file)
     tree = family(stack.pid(flow_run_id))
-    assert len(tree) > 1, "the engine runs"
+    assert len(tree) > 1, "a child runs"
     stack.cancel(flow_run_id)
     until(lambda: not any(process.is_running() and process.status() != "zombie" for process in tree))
 
 
-def test_a_person_approves_through_the_api(stack: Stack) -> None:
-    flow_run_id = stack.start("approved", until="generate", operate={"decision": "ask", "decision_timeout_s": 3600})
+def test_a_second_run_waits_in_the_queue_until_the_host_is_free(stack: Stack) -> None:
+    first = stack.start("first-in", until="generate")
+    second = stack.start("second-in", until="prepare")
+    times = [stack.wait_state(flow_run_id, "COMPLETED") for flow_run_id in (first, second)]
+    assert times[0]["work_queue_name"] == times[1]["work_queue_name"] == HOST_QUEUE
+    assert datetime.fromisoformat(times[1]["start_time"]) >= datetime.fromisoformat(times[0]["end_time"])
+
+
+@pytest.mark.parametrize(
+    ("answer", "what", "state"),
+    [
+        ({"choice": "accept"}, ["accept"], "COMPLETED"),
+        ({"choice": "subset", "subset_percent": 50, "note": "ok"}, ["set prompts.subsample=0.5", "accept"], "COMPLETED"),
+        ({"choice": "cap", "max_new_tokens": 30}, ["set generation.max_new_tokens=30", "accept"], "COMPLETED"),
+        ({"choice": "abort", "note": "too dear"}, ["abort"], "FAILED"),
+    ],
+    ids=lambda value: value["choice"] if isinstance(value, dict) else "",
+)
+def test_a_person_decides_through_the_api(stack: Stack, answer: dict[str, Any], what: list[str], state: str) -> None:
+    run = stack.runs / f"decided-{answer['choice']}"
+    flow_run_id = stack.start(run.name, until="generate", operate={"decision": "ask", "decision_timeout_s": 3600})
     stack.wait_state(flow_run_id, "PAUSED")
-    reply = stack.call(
-        "POST", f"/flow_runs/{flow_run_id}/resume", run_input={"choice": "subset", "subset_percent": 50, "note": "ok"}
-    )
+    assert not journal_ids(run)
+    reply = stack.call("POST", f"/flow_runs/{flow_run_id}/resume", run_input=answer)
     assert reply.json()["status"] == "ACCEPT", reply.text
-    stack.wait_state(flow_run_id, "COMPLETED")
-    decided = json.loads((stack.runs / "approved" / "plan.json").read_bytes())["decisions"]
-    assert [item["what"] for item in decided] == ["set prompts.subsample=0.5", "accept"]
+    ended = stack.until(
+        flow_run_id, lambda: (found := stack.flow_run(flow_run_id))["state"]["type"] == state and found, allowed=[state]
+    )
+    decided = json.loads((run / "plan.json").read_bytes())["decisions"]
+    assert [(item["what"], item["who"]) for item in decided] == [(one, "operator") for one in what]
+    if state == "FAILED":
+        assert "too dear" in ended["state"]["message"]
+        assert not journal_ids(run)
+        return
+    assert len(journal_ids(run)) == (12 if answer["choice"] == "subset" else 24)
+    lengths = [sum(row["loss_mask"]) for row in replies(run)]
+    assert max(lengths) <= 30 if answer["choice"] == "cap" else max(lengths) > 30
+    report = (run / "report.md").read_text()
+    assert all(f"**{one}**" in report for one in what)
+
+
+def test_nobody_decides_and_the_stated_default_holds(stack: Stack) -> None:
+    ask = {"decision": "ask", "decision_timeout_s": 8, "decision_default": "abort"}
+    flow_run_id = stack.start("undecided", operate=ask)
+    ended = stack.until(
+        flow_run_id, lambda: (found := stack.flow_run(flow_run_id))["state"]["type"] == "FAILED" and found, allowed=["FAILED"]
+    )
+    assert "nobody answered within 8 s; this is operate.decision_default" in ended["state"]["message"]
+    (decided,) = json.loads((stack.runs / "undecided" / "plan.json").read_bytes())["decisions"]
+    assert (decided["what"], decided["who"]) == ("abort", "config")
 
 
 def test_a_schedule_fires(stack: Stack) -> None:
@@ -112,7 +179,7 @@ def test_when_the_worker_dies_too_the_automation_ends_the_run(stack: Stack) -> N
     """
     flow_run_id = stack.start("zombie", prompts=stack.long(1200))
     pid = stack.pid(flow_run_id)
-    stack.until(flow_run_id, lambda: heartbeats(stack, flow_run_id) >= 1)
+    stack.until(flow_run_id, lambda: heartbeats(stack, flow_run_id))
     worker = next(parent for parent in psutil.Process(pid).parents() if "worker" in parent.cmdline())
     os.kill(worker.pid, signal.SIGKILL)
     os.kill(pid, signal.SIGKILL)
@@ -124,15 +191,51 @@ def test_when_the_worker_dies_too_the_automation_ends_the_run(stack: Stack) -> N
     stack.cancel(flow_run_id)
 
 
-def heartbeats(stack: Stack, flow_run_id: str) -> int:
+def heartbeats(stack: Stack, flow_run_id: str) -> list[dict[str, Any]]:
     events = {"event": {"name": ["prefect.flow-run.heartbeat"]}, "resource": {"id": [f"prefect.flow-run.{flow_run_id}"]}}
-    return int(stack.call("POST", "/events/filter", filter=events).json()["total"])
+    return list(stack.call("POST", "/events/filter", filter=events).json()["events"])
 
 
-def test_a_finished_run_stays_finished(stack: Stack) -> None:
-    """https://github.com/PrefectHQ/prefect/issues/18653: a state that is final is not changed by an automation's request."""
-    flow_run_id = stack.start("finished", name="watch/watch-every-5-minutes")
-    stack.wait_state(flow_run_id, "COMPLETED")
-    crashed = {"type": "CRASHED", "name": "Crashed", "message": "zombie: as the automation says it"}
-    reply = stack.call("POST", f"/flow_runs/{flow_run_id}/set_state", state=crashed)
-    assert stack.flow_run(flow_run_id)["state"]["type"] == "COMPLETED", reply.text
+def replies(run: Path) -> list[dict[str, Any]]:
+    """Accepted replies of all datasets."""
+    lines = [line for path in run.glob("responses/*/tokenized_data.jsonl") for line in path.read_bytes().split(b"\n")[:-1]]
+    return [json.loads(line) for line in lines]
+
+
+LINGERING = """
+import threading
+import time
+
+from prefect import flow
+
+
+@flow(name="lingering")
+def lingering():
+    threading.Thread(target=time.sleep, args=(60,)).start()  # no daemon: the process ends a minute after the run
+"""
+
+
+def test_a_finished_run_stays_finished_though_its_process_lingers_and_beats(stack: Stack) -> None:
+    """https://github.com/PrefectHQ/prefect/issues/18653: a heartbeat that arrives after the end is followed by nothing."""
+    path = stack.runs / "lingering.py"
+    path.write_text(LINGERING)
+    spec = importlib.util.spec_from_file_location("lingering", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["lingering"] = module
+    spec.loader.exec_module(module)
+    with temporary_settings({PREFECT_API_URL: f"{stack.ui}/api"}):
+        asyncio.run(deploy(Entry(flow=module.lingering, name="test", description="Lingers.", queue=LIGHT_QUEUE), stack.runs))
+    reply = stack.call("POST", f"/deployments/{stack.deployment('lingering/test')}/create_flow_run")
+    flow_run_id = str(reply.json()["id"])
+    ended = stack.wait_state(flow_run_id, "COMPLETED")
+    assert psutil.Process(stack.pid(flow_run_id)).is_running(), "the process lingers"
+
+    (late,) = until(lambda: heartbeats(stack, flow_run_id))[:1]
+    late |= {"id": str(uuid.uuid4()), "occurred": datetime.now(UTC).isoformat(), "follows": None}
+    assert stack.send("POST", "/events", [late]).status_code == 204
+    about = {"resource": {"id": [f"prefect.flow-run.{flow_run_id}"]}}
+    failed = {"event": {"name": ["prefect.automation.action.failed"]}, "related": about["resource"]}
+    until(lambda: stack.call("POST", "/events/filter", filter=failed).json()["events"])  # the automation tried, and was refused
+    assert stack.flow_run(flow_run_id)["state"]["id"] == ended["state"]["id"]
