@@ -4,13 +4,15 @@
 
 Each round runs, in turn, the engine and `generate` in fp32 and bf16 on the same prompts (greedy, every reply of the
 same length), so that what else the machine does hits all of them. Printed: tokens per second of each round, the best
-of each, the ratio of the engine to the better `generate`, and the engine alone at batch 1, 8, 64 and 128.
+of each, the ratio of the engine to the better `generate`, the engine alone at batch 1, 8, 64 and 128, and what a
+decoding step of each size consists of.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import threading
 import time
 from typing import Any
@@ -21,9 +23,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # some µs: passive alone pays
 import torch
 from transformers import AutoModelForCausalLM
 
+from eyas.engine.attention import Rows
 from eyas.engine.config import EngineConfig
 from eyas.engine.launch import make_pool, set_threads
-from eyas.engine.model import TargetModel
+from eyas.engine.model import Step, TargetModel
+from eyas.engine.pages import PAGE
 from eyas.engine.request import Request
 from eyas.engine.runner import TargetRunner
 from eyas.engine.sampling import SamplingParams
@@ -59,8 +63,9 @@ class Engine:
     def __init__(self, spec: TargetSpec, dtype: torch.dtype, max_running: int) -> None:
         config = EngineConfig(max_running_requests=max_running, max_total_tokens=max_running * 512)
         pool = make_pool(spec, config, dtype, [spec.num_kv_heads] * spec.num_layers)
+        self.runner = TargetRunner(TargetModel(spec, dtype), pool, set(spec.eos_token_ids))
         self.scheduler = Scheduler(
-            TargetRunner(TargetModel(spec, dtype), pool, set(spec.eos_token_ids)),
+            self.runner,
             end_ids=set(spec.eos_token_ids),
             decode=str,
             max_running=max_running,
@@ -81,6 +86,53 @@ class Engine:
         for _ in prompts:
             left.acquire()
         return time.perf_counter() - started
+
+
+def parts(engine: Engine, size: int, context: int = 90, repeats: int = 15) -> dict[str, float]:
+    """Median ms of a decoding step of `size` requests with `context` tokens each, in this thread, and of its parts alone."""
+    runner = engine.runner
+    model, pool, dtype = runner.model, runner.pool, runner.model.dtype
+    held = [pool.take(context // PAGE + 1) for _ in range(size)]
+    rows = [Rows(start=i, stop=i + 1, first=context, pages=pages) for i, pages in enumerate(held)]
+    ids = torch.arange(size) + 100
+    plan = Step.of(ids, rows, []).plan
+    x = torch.randn(size, model.spec.hidden_size).to(dtype)
+    qkv = model.layers[0][1].qkv(x)
+    heads_out = torch.randn(size, qkv.shape[1] - 2 * model.spec.num_kv_heads * model.spec.head_dim).to(dtype)
+
+    def step() -> None:
+        final, _ = model.forward(Step.of(ids, rows, []), pool.layers)
+        model.lm_head(final).max(-1).indices.tolist()
+
+    def products() -> None:
+        for _, attention, _, mlp in model.layers:
+            attention.qkv(x)
+            attention.out.plus(heads_out, x)
+            mlp(x, x)
+        model.lm_head(x)
+
+    def attention() -> None:
+        for (_, attention, _, _), cache in zip(model.layers, pool.layers, strict=True):
+            attention.heads.attend(qkv, cache, plan)
+
+    def norms() -> None:
+        for before, _, after, _ in model.layers:
+            before(x)
+            after(x)
+
+    measured = {}
+    with torch.inference_mode():
+        for work in (step, products, attention, norms):
+            work()
+            seconds = []
+            for _ in range(repeats):
+                started = time.perf_counter()
+                work()
+                seconds.append(time.perf_counter() - started)
+            measured[work.__name__] = statistics.median(seconds) * 1e3
+    for pages in held:
+        pool.give_back(pages)
+    return measured
 
 
 def generate(model: Any, prompts: list[list[int]], new_tokens: int) -> float:
@@ -127,6 +179,9 @@ def main() -> None:
     for size in args.sizes:
         seconds = min(engine.run(prompts[:size], args.new_tokens) for _ in range(2))
         print(f"engine alone, batch {size}: {size * args.new_tokens / seconds:.0f} tok/s", flush=True)
+    for size in sorted({args.batch, *args.sizes}):
+        took = ", ".join(f"{name} {ms:.1f} ms" for name, ms in parts(engine, size).items())
+        print(f"decoding step at batch {size}: {took}", flush=True)
 
 
 if __name__ == "__main__":

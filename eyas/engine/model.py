@@ -80,14 +80,14 @@ class Attention:
         self.out = Linear(tensors.take(f"{prefix}o_proj.weight"), tensors.optional(f"{prefix}o_proj.bias"))
         norms = [tensors.optional(f"{prefix}{name}_norm.weight") for name in "qk"]
         arrays = [torch.empty(0).numpy() if norm is None else norm.float().numpy() for norm in norms]
-        self._heads = Heads(
+        self.heads = Heads(
             num_kv=num_kv, head_dim=head_dim, cos=rotary.cos, sin=rotary.sin, q_norm=arrays[0], k_norm=arrays[1], eps=eps
         )
 
     def __call__(self, x: Tensor, residual: Tensor, cache: LayerCache, step: Step) -> Tensor:
         """`x` [N, in], `residual` [N, H] → residual + attention, [N, H]; writes the rows' keys and values to `cache`."""
         qkv = self.qkv(x)  # [N, (heads + 2 kv) * D]
-        return self.out.plus(self._heads.attend(qkv, cache, step.plan), residual)
+        return self.out.plus(self.heads.attend(qkv, cache, step.plan), residual)
 
 
 class Mlp:
