@@ -43,7 +43,7 @@ class RunConfig(Settings):
 def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a YAML file and apply `key.sub=value` overrides (values are YAML); raises `ConfigError`."""
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = _read_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config {path} cannot be read ({error.strerror}); give an existing file with --config") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -63,7 +63,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     if not separator or not key:
         raise ConfigError(f"--set {override!r} is not key=value; for instance --set generation.seed=1")
     try:
-        value = yaml.safe_load(text)
+        value = _read_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {override!r}: the value is not YAML; quote it") from error
     *parents, last = key.split(".")
@@ -84,11 +84,36 @@ def parse_config(raw: dict[str, Any], *, where: str) -> RunConfig:
         json.dumps(raw, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         raise ConfigError(f"config {where}: a value holds {error.object[error.start]!r}, which is no text; remove it") from error
+    except (TypeError, ValueError, RecursionError) as error:  # a key that is a date, an anchor inside itself
+        raise ConfigError(f"config {where} is no tree of names and values ({error}); write it without this") from error
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
         lines = [_describe(item) for item in error.errors(include_url=False)]
         raise ConfigError(f"config {where}: " + "; ".join(lines)) from error
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key that stands twice is an error: the later one would silently replace the earlier."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        marks: dict[str, Any] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in marks:
+                    raise yaml.MarkedYAMLError(
+                        "the same key stands above", marks[key.value], f"key {key.value!r} stands twice", key.start_mark
+                    )
+                marks[key.value] = key.start_mark
+        return node
+
+
+def _read_yaml(text: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506: a safe loader
+    except RecursionError as error:
+        raise yaml.YAMLError("it is nested too deeply") from error
 
 
 def _child(node: Any, part: str, override: str) -> Any:

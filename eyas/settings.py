@@ -1,4 +1,4 @@
-"""The base of every config model: unknown keys are refused, values are frozen, defaults are checked.
+"""The base of every config model: unknown keys are refused, values are frozen and finite, defaults are checked.
 
 A form shows a field's description and not its bounds, so the schema's descriptions say them, and it is kept in
 PostgreSQL, which sorts keys by length, so each property says its place. A field that may be left to the target takes a
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 
@@ -27,4 +27,16 @@ def fit_for_a_form(schema: dict[str, Any]) -> None:
 class Settings(BaseModel):
     """Base of the config tree; each stage owns its own subclass beside the code that reads it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, json_schema_extra=fit_for_a_form)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, json_schema_extra=fit_for_a_form
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_are_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML reads a bare yes, on or true as a boolean, which would count as 1; above 2**63 arrays and clocks overflow."""
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in (int, float):
+            raise ValueError("wanted a number")
+        if isinstance(value, (int, float)) and abs(value) >= 2**63:
+            raise ValueError("wanted a number below 2**63")
+        return value

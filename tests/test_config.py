@@ -40,6 +40,15 @@ def test_overrides_reach_nested_keys_and_list_items(tmp_path: Path) -> None:
         ("prompts: {datasets: [{name: ../a, source: x}]}", r"prompts.datasets.0.name: .*got '../a'"),
         ("[1, 2]", "holds a list"),
         ("a: [", "is not YAML"),
+        ("draft: {epochs: 1}\nhidden: {codec: fp8}\ndraft: {seed: 1}", r"key 'draft' stands twice in .*line 3"),
+        ("draft: {epochs: 1, seed: 1, epochs: 2}", "key 'epochs' stands twice"),
+        ("prompts: &a\n  datasets: [*a]", "no tree of names and values"),
+        ("2024-01-01: x", "no tree of names and values"),
+        ("name: " + "[" * 3000, "is not YAML: it is nested too deeply"),
+        ("prompts: {datasets: [{name: a, source: x, quota: yes}]}", r"datasets.0.quota: .*wanted a number, got True"),
+        ("operate: {stall_s: .nan}", "operate.stall_s: .*finite number, got nan"),
+        ("draft: {betas: [0.9, .inf]}", "draft.betas.1: .*finite number, got inf"),
+        ("target: {chat_template_kwargs: {day: 2024-01-01}}", "target.chat_template_kwargs: .*date is not JSON serializable"),
     ],
 )
 def test_a_wrong_config_is_one_clear_line(tmp_path: Path, text: str, message: str) -> None:
@@ -48,6 +57,12 @@ def test_a_wrong_config_is_one_clear_line(tmp_path: Path, text: str, message: st
     assert "\n" not in str(caught.value)
     assert "run.yaml" in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def test_anchors_and_merged_keys_may_be_overridden(tmp_path: Path) -> None:
+    text = "draft: &draft {epochs: 1}\nprompts: {datasets: [&a {name: a, source: x, quota: 3}, {<<: *a, name: b}]}"
+    first, second = load_config(write(tmp_path, text)).prompts.datasets
+    assert (first.name, second.name, second.quota) == ("a", "b", 3)
 
 
 @pytest.mark.parametrize(

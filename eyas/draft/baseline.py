@@ -9,6 +9,7 @@ the figure that the trained draft must beat.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def import_baseline(run: RunFolder, config: RunConfig, target: TargetSpec) -> Ma
         if config.draft.warm_start:
             raise ConfigError("draft.warm_start is set and draft.baseline is empty; name the folder of the draft to start from")
         return None
-    return import_draft(Path(config.draft.baseline).expanduser(), target, run.baseline)
+    return import_draft(Path(os.path.expanduser(config.draft.baseline)), target, run.baseline)
 
 
 def import_draft(source: Path, target: TargetSpec, to: Path) -> Manifest:

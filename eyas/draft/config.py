@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from eyas.settings import Settings
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class DraftConfig(Settings):
@@ -32,7 +34,7 @@ class DraftConfig(Settings):
     min_learning_rate_share: float = Field(default=0.05, ge=0, le=1, description="Last learning rate as a share of the peak.")
     warmup_share: float = Field(default=0.05, ge=0, lt=1, description="Share of steps in which the learning rate rises.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay of matrices.")
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW betas.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW betas.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradient norm above which gradients are scaled down.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",

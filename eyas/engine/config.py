@@ -8,6 +8,8 @@ from pydantic import Field
 
 from eyas.settings import Settings
 
+MOST_RUNNING = 512
+
 
 class EngineConfig(Settings):
     """The embedded engine: one process, one model, a CPU."""
@@ -15,7 +17,7 @@ class EngineConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="Precision of weights and cache; auto: bf16 where the processor multiplies it in hardware."
     )
-    max_running_requests: int = Field(default=64, ge=1, le=512, description="Requests decoded together.")
+    max_running_requests: int = Field(default=64, ge=1, le=MOST_RUNNING, description="Requests decoded together.")
     max_queued_requests: int = Field(
         default=0, ge=0, description="Requests that may wait; one more is answered 503. 0 lets any number wait, as SGLang does."
     )

@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 
 from eyas.errors import ArtifactError, ConfigError
 from eyas.files import digest_file, digest_json, read_json, write_json
-from eyas.hidden.codec import BLOCK, CODECS, TOP, CodecName
+from eyas.hidden.codec import CODECS, TOP, CodecName
 from eyas.hidden.config import HiddenConfig
+from eyas.hidden.demands import check_codec
 from eyas.hidden.locks import held
 from eyas.manifest import verify_manifest
 from eyas.merging.merge import MAP_NAME
@@ -100,13 +101,8 @@ def read_map(run: RunFolder) -> tuple[torch.Tensor, str]:
 
 
 def _kind(run: RunFolder, config: HiddenConfig, spec: TargetSpec, dtype: str) -> StoreKind:
-    codec = CODECS[config.codec]
-    if codec.aux != "bf16" and spec.hidden_size % BLOCK:
-        raise ConfigError(
-            f"hidden.codec {config.codec} codes {BLOCK} channels together, the target's hidden size {spec.hidden_size} is no "
-            "multiple of that; choose hidden.codec bf16"
-        )
-    kept, vocabulary = read_map(run) if codec.final is None else (torch.zeros(0), "")
+    check_codec(config, spec)
+    kept, vocabulary = read_map(run) if CODECS[config.codec].final is None else (torch.zeros(0), "")
     return StoreKind(
         target=spec.fingerprint,
         blocks=spec.aux_blocks,

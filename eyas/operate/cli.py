@@ -8,6 +8,7 @@ the verbs do is in `eyas.operate.verbs`; modules are imported by the verb that n
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shlex
 import signal
@@ -56,6 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:  # the reader of our output has gone: `eyas status | head`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return 1
+    except OSError as error:  # a disk or a folder that nobody foresaw
+        print(f"error: {error.filename or 'a file'}: {error.strerror or error}; mend it, then run this again", file=sys.stderr)
+        logging.getLogger(__name__).info("ended by an OSError", exc_info=True)
         return 1
 
 
@@ -141,8 +146,14 @@ def _configured(verbs: argparse._SubParsersAction[argparse.ArgumentParser], name
 
 def _folder(verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
     parser = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    parser.add_argument("--run", type=Path, metavar="DIR", required=True, help="run folder; one that exists is continued")
+    parser.add_argument("--run", type=_run_folder, metavar="DIR", required=True, help="run folder; one that exists is continued")
     return parser
+
+
+def _run_folder(text: str) -> Path:
+    if not text or "\0" in text:  # "$RUN" of a variable that is not set would otherwise be the current folder
+        raise argparse.ArgumentTypeError("wanted the name of a folder, got none")
+    return Path(text)
 
 
 if __name__ == "__main__":

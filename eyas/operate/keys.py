@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from eyas.config import RunConfig
@@ -15,7 +16,7 @@ def server_api_key(config: RunConfig, from_environment: str) -> str:
     """
     if from_environment or not config.server.api_key_file:
         return from_environment
-    path = Path(config.server.api_key_file).expanduser()
+    path = Path(os.path.expanduser(config.server.api_key_file))
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError as error:

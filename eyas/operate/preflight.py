@@ -6,6 +6,8 @@ ports and the disk, and ask running servers who they are.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import socket
 from pathlib import Path
 
@@ -33,6 +35,7 @@ def preflight(root: Path, config: RunConfig, *, api_key: str = "") -> Forecast:
     spec = load_target(config.target)
     check_target(spec, config)
     check_values(spec, config)
+    check_later_phases(spec, config, api_key)
     RunFolder(root).create()
     if config.server.kind == "embedded":
         check_port(config.server.engine.port)
@@ -63,14 +66,20 @@ def check_files(config: RunConfig) -> None:
     if config.server.api_key_file:
         files["server.api_key_file"] = config.server.api_key_file
     for key, name in files.items():
-        if not Path(name).expanduser().exists():
+        path = Path(os.path.expanduser(name))
+        if not path.exists():
             raise ConfigError(f"{key}: {name} does not exist; correct the path, which is relative to {Path.cwd()}")
+        if not (path.is_file() or path.is_dir()):
+            raise ConfigError(f"{key}: {name} is a device or a pipe, which cannot be read twice; give a file or a folder")
 
 
 def check_sources(config: RunConfig) -> None:
     """Every dataset's source is of a known kind and, where it is a package's, installed; raises `ConfigError`."""
+    from eyas.prompts.benchsets import open_benchmark_set
     from eyas.prompts.packages import open_package_source
 
+    for source in config.prompts.decontaminate_against:
+        open_benchmark_set(source)
     for dataset in config.prompts.datasets:
         kind, _, name = dataset.source.partition(":")
         if kind not in ("file", "hub", "package") or not name:
@@ -119,6 +128,29 @@ def check_values(spec: TargetSpec, config: RunConfig) -> None:
             f"hidden.disk_budget is {config.hidden.disk_budget:,} and {num_processes} processes are to train; a window of shards "
             "serves one: set draft.processes and draft.hosts to 1, or hidden.disk_budget to 0"
         )
+
+
+def check_later_phases(spec: TargetSpec, config: RunConfig, api_key: str) -> None:
+    """What phases 4 to 6 would refuse when they begin, days from now; raises `ConfigError`."""
+    from eyas.draft.spec import DraftSpec
+    from eyas.hidden.demands import check_codec, check_source
+    from eyas.speculate.servers import check_shapes
+    from eyas.speculate.sets import check_sets
+
+    check_source(config, api_key)
+    check_codec(config.hidden, spec)
+    if not config.draft.warm_start:
+        DraftSpec.from_target(spec, config.draft, min(config.merging.draft_vocab_size, spec.vocab_size))
+    packages = {
+        "tensorboard": ("draft.tensorboard", "eyas[watch]", config.draft.tensorboard),
+        "wandb": ("draft.wandb_project", "eyas[wandb]", bool(config.draft.wandb_project)),
+        "deepspeed": ("draft.zero_stage", "eyas[train]", config.draft.zero_stage > 0 and config.draft.processes > 1),
+    }
+    for package, (key, extra, is_wanted) in packages.items():
+        if is_wanted and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{key} wants the package {package}, which is not installed; pip install '{extra}', or leave it out")
+    check_shapes(config)
+    check_sets(config, spec)
 
 
 def _longest_context(spec: TargetSpec, config: RunConfig) -> int:

@@ -92,7 +92,7 @@ def export_verb(options: argparse.Namespace, api_key: str) -> int:
 
     config = read_config(options)
     if options.dry_run:
-        return _dry_run(options.run, config)
+        return _dry_run(options.run, config, server_api_key(config, api_key))
     run = open_run(options.run, config)
     require_finished(run, "train", [run.draft], for_what="eyas export")
     export_draft(run, config)
@@ -331,7 +331,7 @@ def _run_phases(options: argparse.Namespace, api_key: str, phases: Sequence[Phas
     config = read_config(options)
     key = server_api_key(config, api_key)
     if options.dry_run:
-        return _dry_run(options.run, config)
+        return _dry_run(options.run, config, key)
     if set(phases) <= set(WITHOUT_TORCH) and config.hidden.source != "transformers":  # which preflight asks torch about
         leave_torch_out(load_target(config.target))
     preflight(options.run, config, api_key=key)
@@ -346,9 +346,9 @@ def _run_phases(options: argparse.Namespace, api_key: str, phases: Sequence[Phas
     return 0
 
 
-def _dry_run(root: Path, config: RunConfig) -> int:
+def _dry_run(root: Path, config: RunConfig, api_key: str) -> int:
     from eyas.operate.plan import check_budget, check_disk, free_bytes
-    from eyas.operate.preflight import check_files, check_sources, check_target, check_values, outlook_of
+    from eyas.operate.preflight import check_files, check_later_phases, check_sources, check_target, check_values, outlook_of
     from eyas.operate.screen import render_outlook
     from eyas.target.spec import load_target
 
@@ -357,6 +357,7 @@ def _dry_run(root: Path, config: RunConfig) -> int:
     spec = load_target(config.target)
     check_target(spec, config)
     check_values(spec, config)
+    check_later_phases(spec, config, api_key)
     outlook, free = outlook_of(root, config, spec), free_bytes(root)
     Console(highlight=False).print(render_outlook(outlook, free))
     check_budget(outlook, config, spec.hidden_size)

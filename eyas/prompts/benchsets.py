@@ -27,7 +27,7 @@ def load_benchmark_prompts(name: str) -> list[Conversation]:
     Raises `ConfigError` where the set is unknown, missing, or holds a row that is no prompt: a benchmark
     is used whole or not at all.
     """
-    source = _open(name)
+    source = open_benchmark_set(name)
     prompts = []
     for row in source.rows():
         try:
@@ -45,10 +45,11 @@ def load_benchmark_prompts(name: str) -> list[Conversation]:
 
 def benchmark_identity(name: str) -> dict[str, Any]:
     """What a fingerprint needs of a benchmark set: its files' digests and its package's version."""
-    return _open(name).identity
+    return open_benchmark_set(name).identity
 
 
-def _open(name: str) -> Source:
+def open_benchmark_set(name: str) -> Source:
+    """The source of a benchmark set; raises `ConfigError` where it is unknown or missing (a hub is asked when it is read)."""
     source, hub = _ALIASES.get(name, name), {}
     if source.startswith("hub:"):
         source, subset, split, *_ = [*source.split(","), "", ""]

@@ -38,7 +38,7 @@ def open_source(dataset: DatasetConfig, *, max_row_bytes: int) -> Source:
             "correct it in prompts.datasets"
         )
     if kind == "file":
-        return _file_source(dataset.name, Path(name).expanduser(), max_row_bytes)
+        return _file_source(dataset.name, Path(os.path.expanduser(name)), max_row_bytes)
     if kind == "hub":
         return _hub_source(dataset, name)
     package = open_package_source(name, max_row_bytes=max_row_bytes)

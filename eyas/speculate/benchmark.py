@@ -20,9 +20,10 @@ from pydantic import ValidationError
 
 from eyas.config import RunConfig
 from eyas.errors import ArtifactError
-from eyas.files import digest_file, read_json, write_bytes, write_json
+from eyas.files import digest_file, digest_json, read_json, write_bytes, write_json
 from eyas.manifest import Counts, Manifest, file_entries, fingerprint, finished_manifest, load_manifest, now
 from eyas.progress import Progress, Report, silent
+from eyas.prompts.benchsets import benchmark_identity
 from eyas.speculate.baselines import BigramTable
 from eyas.speculate.blocks import BlockStore
 from eyas.speculate.canary import fits_here
@@ -37,7 +38,7 @@ from eyas.speculate.report import render_report
 from eyas.speculate.results import SetMeasurement, summarise
 from eyas.speculate.server_judge import ServerJudge
 from eyas.speculate.servers import Serve, Servers, open_servers
-from eyas.speculate.sets import BenchmarkPrompt, check_set_names, load_set, set_name
+from eyas.speculate.sets import HELDOUT, BenchmarkPrompt, check_set_names, load_set, set_name
 from eyas.target.spec import TargetSpec, load_target
 from eyas.workspace import RunFolder, exclusive
 
@@ -114,10 +115,11 @@ def benchmark(
 
 
 def _inputs(run: RunFolder, config: RunConfig, spec: TargetSpec) -> dict[str, str]:
-    """Digests of what is measured: the exported files themselves, the prompts, the training data of the bigram table."""
+    """Digests of what is measured: the exported files, the prompts of every set, the training data of the bigram table."""
     draft = {f"draft/export/{name}": digest_file(_existing(run.export / name)) for name in ("config.json", "model.safetensors")}
     prompts = {f"prompts/{item.name}": load_manifest(run.prompts(item.name)).digest() for item in config.prompts.datasets}
-    return draft | prompts | {"merged": load_manifest(run.merged).digest(), "target": spec.fingerprint}
+    sets = {source: digest_json(benchmark_identity(source)) for source in config.benchmark.sets if source != HELDOUT}
+    return draft | prompts | sets | {"merged": load_manifest(run.merged).digest(), "target": spec.fingerprint}
 
 
 def _figure_of_training(run: RunFolder) -> float | None:

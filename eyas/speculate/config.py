@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -54,7 +54,7 @@ class BenchmarkConfig(Settings):
     counting_concurrency: int = Field(
         default=16, ge=1, description="Requests in flight while replies are only counted and compared, not timed."
     )
-    concurrency: list[int] = Field(
+    concurrency: list[Annotated[int, Field(ge=1)]] = Field(
         default_factory=lambda: [1], min_length=1, description="Requests in flight per timed point; the first is the headline."
     )
     timed_prompts: int = Field(default=6, ge=1, description="Prompts per set in each timed block.")

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import httpx
 
 from eyas.config import RunConfig
+from eyas.engine.config import MOST_RUNNING
 from eyas.engine.process import EngineProcess
 from eyas.errors import ConfigError, ServerError
 from eyas.speculate.config import DraftShape
@@ -109,8 +110,6 @@ class EmbeddedServers:
     def get(self, side: Side, shape: DraftShape, *, fresh: bool = False) -> Server:
         if side == "on":
             self.get("off", shape)  # first, so that both run in the precision that it found
-        if shape.top_k > 1:
-            raise ConfigError(f"benchmark.grid: {shape} is a tree, the embedded engine drafts chains; leave it to SGLang")
         if side in self._served and (side == "off" or self._served[side][0] == shape):
             return self._served[side][1]
         if side in self._served:
@@ -139,10 +138,6 @@ class RunningServers:
     is_side_by_side = True
 
     def __init__(self, config: RunConfig, account: Account) -> None:
-        if len(config.benchmark.shapes) > 1:
-            raise ConfigError(
-                "benchmark.grid wants other shapes of the draft than the server of benchmark.draft_urls has; empty one"
-            )
         self.account = account
         self._urls: dict[Side, str] = {"off": config.server.urls[0], "on": config.benchmark.draft_urls[0]}
 
@@ -187,6 +182,7 @@ def open_servers(
 
     Raises `ConfigError` where no server with the draft can be had.
     """
+    check_shapes(config)
     account = Account(config, spec, str(run.export.resolve()), api_key)
     if config.server.kind == "embedded":
         return EmbeddedServers(run, config, spec, stack, account, cache_tokens)
@@ -197,6 +193,21 @@ def open_servers(
             f"benchmark.draft_urls is empty; start SGLang with the draft as {run.benchmark}/launch.sh does, and give its URL"
         )
     return RestartedServers(serve, stack, account)
+
+
+def check_shapes(config: RunConfig) -> None:
+    """Raise `ConfigError` for what the servers that the config names cannot do."""
+    if config.server.kind == "embedded":
+        for shape in config.benchmark.shapes:
+            if shape.top_k > 1:
+                raise ConfigError(f"benchmark.grid: {shape} is a tree, the embedded engine drafts chains; leave it to SGLang")
+        if config.benchmark.most_in_flight > MOST_RUNNING:
+            raise ConfigError(
+                f"benchmark wants {config.benchmark.most_in_flight} requests in flight, the embedded engine runs {MOST_RUNNING} "
+                "at once; lower benchmark.concurrency and counting_concurrency"
+            )
+    elif config.benchmark.draft_urls and len(config.benchmark.shapes) > 1:
+        raise ConfigError("benchmark.grid wants other shapes of the draft than the server of benchmark.draft_urls has; empty one")
 
 
 def server_info(url: str, api_key: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from eyas.config import RunConfig
 from eyas.errors import ConfigError
-from eyas.prompts.benchsets import load_benchmark_prompts
+from eyas.prompts.benchsets import load_benchmark_prompts, open_benchmark_set
 from eyas.target.rendering import Renderer
 from eyas.target.spec import TargetSpec
 from eyas.target.tokenizer import load_tokenizer
@@ -37,6 +37,22 @@ def set_name(source: str) -> str:
     return name.rsplit("/", 1)[-1].split(".")[0]
 
 
+def check_sets(config: RunConfig, spec: TargetSpec) -> None:
+    """Raise `ConfigError` for what the benchmark would refuse when all else is done; a hub's sets are not looked up."""
+    sources = config.benchmark.sets
+    check_set_names(sources)
+    for source in sources:
+        if source != HELDOUT:
+            open_benchmark_set(source)
+    if HELDOUT in sources and not config.prompts.heldout_share:
+        raise ConfigError("benchmark.sets names heldout and prompts.heldout_share is 0; raise it (0.05 is usual) or leave it out")
+    if spec.context_length - config.benchmark.max_new_tokens < 1:
+        raise ConfigError(
+            f"benchmark.max_new_tokens is {config.benchmark.max_new_tokens}, the target's context is {spec.context_length} tokens; "
+            "lower it, so that prompts have room"
+        )
+
+
 def check_set_names(sources: list[str]) -> None:
     """Raise `ConfigError` where two sets would be written under one name."""
     names = [set_name(source) for source in sources]
@@ -51,8 +67,8 @@ def load_set(run: RunFolder, config: RunConfig, spec: TargetSpec, source: str) -
     Raises `ConfigError` where the set is empty or unknown, or a prompt leaves no room for a reply in the context.
     """
     count = config.benchmark.prompts_per_set
-    prompts = heldout_prompts(run, config, count) if source == HELDOUT else _standard_prompts(config, spec, source, count)
     room = spec.context_length - config.benchmark.max_new_tokens
+    prompts = heldout_prompts(run, config, count, room) if source == HELDOUT else _standard_prompts(config, spec, source, count)
     for prompt in prompts:
         if len(prompt.input_ids) > room:
             raise ConfigError(
@@ -79,21 +95,25 @@ def _standard_prompts(config: RunConfig, spec: TargetSpec, source: str, count: i
     ]
 
 
-def heldout_prompts(run: RunFolder, config: RunConfig, count: int) -> list[BenchmarkPrompt]:
-    """`count` held-out prompts, dealt from the datasets in turn, each in order of id (random as to content).
+def heldout_prompts(run: RunFolder, config: RunConfig, count: int, room: int) -> list[BenchmarkPrompt]:
+    """`count` held-out prompts of `room` tokens at most, dealt from the datasets in turn, each in order of id.
+
+    That order is random as to content.
 
     Raises `ConfigError` where the run has none.
     """
-    piles = [_heldout_of(run, dataset.name, count) for dataset in config.prompts.datasets]
+    piles = [_heldout_of(run, dataset.name, count, room) for dataset in config.prompts.datasets]
     dealt = [pile[turn] for turn in range(count) for pile in piles if turn < len(pile)]
     if not dealt:
         raise ConfigError(
-            "benchmark.sets names heldout, but no prompt was held out; raise prompts.heldout_share or leave the set out"
+            f"benchmark.sets names heldout, but no prompt of at most {room} tokens was held out; raise prompts.heldout_share, "
+            "lower benchmark.max_new_tokens, or leave the set out"
         )
     return dealt[:count]
 
 
-def _heldout_of(run: RunFolder, dataset: str, count: int) -> list[BenchmarkPrompt]:
+def _heldout_of(run: RunFolder, dataset: str, count: int, room: int) -> list[BenchmarkPrompt]:
     table = pq.read_table(run.prompts(dataset) / "prompts.parquet", columns=["id", "split", "input_ids"])
-    rows = table.filter(pc.equal(table["split"], HELDOUT)).slice(0, count).to_pylist()
+    fits = pc.less_equal(pc.list_value_length(table["input_ids"]), room)
+    rows = table.filter(pc.and_(pc.equal(table["split"], HELDOUT), fits)).slice(0, count).to_pylist()
     return [BenchmarkPrompt(id=row["id"], dataset=dataset, input_ids=row["input_ids"]) for row in rows]

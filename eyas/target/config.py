@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -38,6 +39,16 @@ class TargetConfig(Settings):
         """YAML reads a bare yes or no as true or false, and null is what earlier runs recorded for auto."""
         words = {True: "yes", False: "no", None: "auto"}
         return words[value] if value is None or isinstance(value, bool) else value
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _arguments_are_json(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """They are sent to servers and stand in fingerprints."""
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{error}; wanted what JSON can say") from error
+        return value
 
     @property
     def must_reason(self) -> bool | None:

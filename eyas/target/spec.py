@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,7 @@ def _resolve_folder(model: str, cache: Path) -> Path:
         if model != f"package:{PACKAGE}":
             raise ConfigError(f"target.model {model!r} is not known; packaged targets: package:{PACKAGE}")
         return packaged_target(cache)
-    folder = Path(model).expanduser()
+    folder = Path(os.path.expanduser(model))
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"target.model {model!r} is no model folder (no config.json in it); give the folder of the served weights"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import re
@@ -59,6 +60,14 @@ def test_help_starts_without_the_heavy_libraries() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
+def test_a_run_folder_without_a_name_is_not_the_current_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("", "a\0b"):
+        with pytest.raises(SystemExit) as left:
+            cli.main(["status", "--run", name])
+        assert left.value.code == 2
+        assert "wanted the name of a folder" in capsys.readouterr().err
+
+
 def test_unknown_verb_is_bad_input() -> None:
     with pytest.raises(SystemExit) as left:
         cli.main(["fly"])
@@ -66,7 +75,13 @@ def test_unknown_verb_is_bad_input() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(EyasError("it broke"), 1), (TooManyRejects("too many"), 3), (KeyboardInterrupt(), 130)]
+    ("error", "code"),
+    [
+        (EyasError("it broke"), 1),
+        (TooManyRejects("too many"), 3),
+        (KeyboardInterrupt(), 130),
+        (OSError(errno.EIO, "Input/output error", "/a/file"), 1),
+    ],
 )
 def test_errors_become_one_line_and_an_exit_code(
     error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -149,7 +164,8 @@ def test_interrupt_ends_children_and_says_how_to_go_on(config_file: object, tmp_
 
 def test_making_prompts_for_foreign_servers_loads_no_torch(config_file: Callable[..., Path], tmp_path: Path) -> None:
     program = "import sys; from eyas.operate import cli; code = cli.main(sys.argv[1:]); print(code, 'torch._C' in sys.modules)"
-    config = config_file(target={"model": str(write_target(tmp_path / "chat"))}, hidden__source="sglang")
+    hidden = {"source": "sglang", "urls": ["http://127.0.0.1:1"], "sink": "/states"}
+    config = config_file(target={"model": str(write_target(tmp_path / "chat"))}, hidden=hidden)
     words = ["prepare", "--config", str(config), "--run", str(tmp_path / "run")]
     result = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines()[-1] == "0 False", result.stderr

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import http.server
+import importlib.util
 import json
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -14,13 +16,17 @@ from typing import Any
 
 import pytest
 
+from eyas.config import load_config
 from eyas.errors import ConfigError
 from eyas.files import read_json, write_json
+from eyas.hidden.demands import check_source
 from eyas.operate import cli, preflight
 from eyas.operate.phases import PHASES, require_earlier
+from eyas.speculate.servers import check_shapes
 from eyas.workspace import RunFolder
 from tests.operate.conftest import DATASETS
 
+ROOT = Path(__file__).parents[2]
 Write = Callable[..., Path]
 
 
@@ -237,3 +243,62 @@ def test_a_phase_may_follow_what_is_finished(finished_run: RunFolder) -> None:
     require_earlier(finished_run, "train", list(DATASETS), running=["extract", "train"])
     with pytest.raises(ConfigError, match="run `eyas extract"):
         require_earlier(finished_run, "train", list(DATASETS))
+
+
+@pytest.mark.parametrize(
+    ("sections", "wanted"),
+    [
+        ({"benchmark": {"sets": ["heldout", "mt-bench"]}}, "source is 'mt-bench', wanted file:PATH, hub:ID or package:NAME"),
+        ({"benchmark": {"sets": ["package:nope"]}}, "source package:nope is not known"),
+        ({"benchmark": {"sets": ["heldout", "heldout"]}}, "give one name twice: heldout"),
+        ({"benchmark": {"max_new_tokens": 512}}, "benchmark.max_new_tokens is 512, the target's context is 512 tokens"),
+        ({"benchmark": {"concurrency": [1, 0]}}, "benchmark.concurrency.1: .*greater than or equal to 1, got 0"),
+        ({"benchmark": {"concurrency": [600]}}, "600 requests in flight, the embedded engine runs 512 at once"),
+        (
+            {"benchmark": {"grid": [{"num_steps": 3, "top_k": 4, "num_verified": 8}]}},
+            "is a tree, the embedded engine drafts chains",
+        ),
+        ({"prompts": {"heldout_share": 0}}, "prompts.heldout_share is 0"),
+        ({"prompts": {"decontaminate_against": ["nope"]}}, "source is 'nope', wanted file:PATH"),
+        ({"hidden": {"source": "sglang"}}, "hidden.source sglang has no server"),
+        ({"hidden": {"source": "vllm", "urls": ["http://127.0.0.1:1"]}}, "nowhere to read states from; set hidden.sink"),
+        ({"hidden": {"source": "sglang", "urls": ["http://127.0.0.1:1"]}}, "or hidden.final_urls"),
+        ({"draft": {"num_kv_heads": 3}}, "draft.num_kv_heads is 3, wanted a divisor of the 4 heads"),
+        ({"draft": {"betas": [0.9, 1]}}, "draft.betas.1: .*less than 1"),
+        ({"draft": {"wandb_project": "x"}}, "draft.wandb_project wants the package wandb, which is not installed"),
+    ],
+)
+def test_what_a_later_phase_would_refuse_is_refused_before_the_first(
+    sections: dict[str, dict[str, Any]],
+    wanted: str,
+    raw_config: dict[str, Any],
+    config_file: Write,
+    refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else known(name))
+    changes = {section: raw_config.get(section, {}) | values for section, values in sections.items()}
+    assert re.search(wanted, refused(config_file(**changes)))
+
+
+def test_states_from_servers_want_the_key_in_a_file(
+    config_file: Write, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EYAS_API_KEY", "secret")
+    hidden = {"source": "vllm", "urls": ["http://127.0.0.1:1"], "sink": "/states"}
+    assert "server.api_key_file alone" in refused(config_file(hidden=hidden))
+
+
+def test_a_pipe_or_a_device_is_no_source(config_file: Write, tmp_path: Path, refused: Callable[..., str]) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for source in (tmp_path / "pipe.jsonl", Path("/dev/zero")):
+        line = refused(config_file(prompts={"datasets": [{"name": "a", "source": f"file:{source}"}]}))
+        assert "cannot be read twice" in line
+
+
+@pytest.mark.parametrize("preset", sorted((ROOT / "deployments/presets").glob("*.yaml")), ids=lambda path: str(path.stem))
+def test_every_preset_can_reach_its_last_phase(preset: Path) -> None:
+    config = load_config(preset)
+    check_source(config, "key from the file" if config.server.api_key_file else "")
+    check_shapes(config)

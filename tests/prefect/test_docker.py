@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from eyas.config import load_config
+from eyas.hidden.sources.sglang import AUX_FLAGS
+from eyas.hidden.sources.sglang_plugin import FOLDER_VARIABLE
 from eyas.speculate.launch import HARDWARE_FLAGS, IMAGE
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +56,16 @@ def test_sglang_runs_as_the_benchmark_expects_on_blackwell() -> None:
     shape = services["sglang-draft"]["environment"]
     assert (shape["STEPS"], shape["TOP_K"], shape["TOKENS"]) == ("${STEPS:-3}", "${TOP_K:-1}", "${TOKENS:-4}")
     assert all(IMAGE in services[name]["image"] for name in ("sglang", "sglang-extract", "sglang-draft"))
+
+
+def test_states_go_from_sglang_to_the_worker_through_one_folder() -> None:
+    services = compose()["services"]
+    service, config = services["sglang-extract"], load_config(ROOT / "deployments/presets/kimi-k2.5-blackwell.yaml")
+    assert AUX_FLAGS in " ".join(" ".join(service["command"]).split())
+    assert service["environment"][FOLDER_VARIABLE] == config.hidden.sink
+    shared = next(volume for volume in service["volumes"] if volume.endswith(f":{config.hidden.sink}"))
+    assert shared in services["worker"]["volumes"]
+    assert "pip install --no-cache-dir --no-deps /build" in service["build"]["dockerfile_inline"]  # the plugin's entry point
 
 
 def test_the_image_is_not_root_and_its_packages_are_the_locks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from eyas.config import RunConfig
@@ -38,6 +39,6 @@ def open_source(config: RunConfig, spec: TargetSpec, kind: StoreKind) -> Source:
 
 def _api_key(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text().strip() if path else ""
+        return Path(os.path.expanduser(path)).read_text().strip() if path else ""
     except OSError as error:
         raise ConfigError(f"server.api_key_file {path} cannot be read ({error.strerror}); correct the path") from error
