@@ -96,7 +96,7 @@ def parse_config(raw: dict[str, Any], *, where: str) -> RunConfig:
 class _Loader(yaml.SafeLoader):
     """YAML in which a key that stands twice is an error: the later one would silently replace the earlier."""
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         marks: dict[str, Any] = {}
         for key, _ in node.value:
@@ -111,7 +111,7 @@ class _Loader(yaml.SafeLoader):
 
 def _read_yaml(text: str) -> Any:
     try:
-        return yaml.load(text, _Loader)  # noqa: S506: a safe loader
+        return yaml.load(text, _Loader)
     except RecursionError as error:
         raise yaml.YAMLError("it is nested too deeply") from error
 
