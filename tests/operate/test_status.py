@@ -53,8 +53,14 @@ def test_finished_run(finished_run: RunFolder) -> None:
     status = read_status(finished_run.root)
     assert status.state == "done"
     assert set(states(status).values()) == {"done"}
-    assert status.phases[0].counts == {"in": 14, "done": 8, "rejected": 6, "pending": 0}
-    assert status.phases[0].rejected_by_reason == {"duplicate": 6}
+    assert status.phases[0].counts == {"in": 44, "done": 8, "rejected": 36, "pending": 0}
+    assert status.phases[0].rejected_by_reason == {
+        "duplicate": 4,
+        "near_duplicate": 2,
+        "contaminated": 8,
+        "no_user_turn": 10,
+        "bad_json": 12,
+    }
     assert status.results["outputs"]["wrong"] == 0
     assert "speed-up" in text_of(status)
 
