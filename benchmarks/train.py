@@ -2,7 +2,8 @@
 
     python -m benchmarks.train [--unroll 4] [--batch-tokens 2048] [--steps 6] [--peers build/peers]
 
-Each implementation runs in a process of its own (peak memory is the process's). The textbook one is the
+Each implementation runs in a process of its own; peak memory is the process's, and beside it stands what was there before
+the model was made (Python and torch). The textbook one is the
 usual training-time test: a dense [T, S·T] mask, every step's keys kept in one growing cache, head and
 cross-entropy at every position in fp32, fp32 parameters under bf16 autocast, AdamW. Positions are all
 tokens of the records; a third of each is prompt. `--peers` adds the projects of `train_peers.py`, each in an
@@ -167,6 +168,7 @@ class Textbook:
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     """Positions per second (median step) and peak memory of one implementation, in this process."""
+    imported_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     trainer: Eyas | Textbook = (
         Textbook(options.unroll) if name == "textbook" else Eyas(options.unroll, getattr(torch, name), options.recompute)
     )
@@ -181,6 +183,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     return {
         "positions_per_s": positions / middle,
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "imported_mb": imported_mb,
         "matrix_rate_gflops": flops(data, options.unroll) / middle / 1e9,
     }
 
@@ -254,7 +257,8 @@ def main() -> None:
         found = results[name] = json.loads(done.stdout.splitlines()[-1])
         found.setdefault("matrix_rate_gflops", found["positions_per_s"] * flops_per_position(options))
         print(
-            f"{name:9s} {found['positions_per_s']:7.0f} positions/s  {found['peak_rss_mb']:6.0f} MB  "
+            f"{name:9s} {found['positions_per_s']:7.0f} positions/s  {found['peak_rss_mb']:6.0f} MB "
+            f"({found['peak_rss_mb'] / results['textbook']['peak_rss_mb']:.2f}x)  "
             f"{found['matrix_rate_gflops'] / rate:5.1%} of the matrix rate  "
             f"{found['positions_per_s'] / results['textbook']['positions_per_s']:.2f}x the textbook",
             flush=True,

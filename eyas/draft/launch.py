@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from eyas.draft.config import DraftConfig
@@ -18,8 +19,11 @@ SAVE_S = 120
 INTERRUPTED = 130
 
 
-def launch(run: Path, config: DraftConfig) -> int:
-    """Train `run` in `config.processes` processes; returns the exit code of the first that failed, or 0."""
+def launch(run: Path, config: DraftConfig, entry: Callable[[str], None]) -> int:
+    """Train `run` in `config.processes` processes, each of which calls `entry(run)`, a function that can be pickled.
+
+    Returns the exit code of the first that failed, or 0.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -36,7 +40,7 @@ def launch(run: Path, config: DraftConfig) -> int:
         shutdown_timeout=SAVE_S,
     )
     try:
-        elastic_launch(settings, _train)(str(run))
+        elastic_launch(settings, entry)(str(run))
     except SignalException:
         return INTERRUPTED
     except ChildFailedError as error:
@@ -45,11 +49,3 @@ def launch(run: Path, config: DraftConfig) -> int:
             print(f"process {rank} of the training was killed by signal {-failure.exitcode}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0
-
-
-def _train(run: str) -> None:
-    """What each process runs. It ends by its exit code: a process that returns waits for a launcher that may be ending."""
-    from eyas.draft.train import main
-
-    if code := main(["--run", run]):
-        sys.exit(code)

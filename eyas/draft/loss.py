@@ -19,8 +19,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from eyas.hidden.store.top import top_argmax, top_logits
 
-CHUNK_ROWS = 2048
-"""Rows (of all steps together) of one chunk of logits: 2,048 · D = 8,192 are 64 MB in fp32."""
+CHUNK_ROWS = 1024
+"""Rows (of all steps together) of one chunk of logits: 1,024 · D = 8,192 are 16 MB in bf16."""
 BLOCK_ROWS = 64
 """Rows of one pass of softmax and gradient: 64 · 8,192 are 2 MB in fp32."""
 ARGMAX_ROWS = 256

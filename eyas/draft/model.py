@@ -9,7 +9,7 @@ head run at supervised columns alone, and fc and step 0's keys are computed once
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -101,8 +101,8 @@ class Draft(nn.Module):
     def _finish_layer(self, state: torch.Tensor, attended: torch.Tensor, weights: _Weights) -> torch.Tensor:
         state = state + F.linear(attended, weights.o)
         normed = rms_norm(state, weights.post_norm, self.spec.rms_norm_eps)
-        gate, up = F.linear(normed, weights.gate_up).chunk(2, -1)
-        return state + F.linear(F.silu(gate) * up, weights.down)
+        down: torch.Tensor = _GatedDown.apply(F.linear(normed, weights.gate_up), weights.down)  # type: ignore[no-untyped-call]
+        return state + down
 
 
 class _Weights(NamedTuple):
@@ -134,8 +134,54 @@ class _Weights(NamedTuple):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) · weight over the last axis."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+    """x / rms(x) · weight over the last axis, in x's dtype."""
+    normed: torch.Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return normed
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Keeps x alone for the backward pass, where torch's own keeps two fp32 copies of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, eps: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        unit = x.to(wide, copy=True)
+        scale = (unit.square().mean(-1, keepdim=True) + ctx.eps).rsqrt_()
+        unit.mul_(scale)
+        grad = grads[0].to(wide, copy=True)
+        product = grad * unit
+        grad_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight, None
+        mean = (product @ weight.to(wide)).unsqueeze(-1) / x.shape[-1]
+        return grad.mul_(weight).sub_(unit.mul_(mean)).mul_(scale).to(x.dtype), grad_weight, None
+
+
+class _GatedDown(torch.autograd.Function):
+    """down(silu(gate) · up) of gate_up [M, 2I]; keeps its input alone, for elementwise work is cheap to do again."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Any, down: Any) -> Any:
+        ctx.save_for_backward(gate_up, down)
+        gate, up = gate_up.chunk(2, -1)
+        return F.linear(F.silu(gate).mul_(up), down)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        gate_up, down = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        grad, silu = grads[0], F.silu(gate)
+        grad_down = grad.T @ (silu * up)
+        grad_product = grad @ down
+        grad_gate = torch.ops.aten.silu_backward(grad_product * up, gate)
+        return torch.cat([grad_gate, grad_product.mul_(silu)], -1), grad_down
 
 
 def _heads(x: torch.Tensor, spec: DraftSpec) -> torch.Tensor:

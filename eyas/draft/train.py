@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ArtifactError(f"{run.run_json} holds no config; start the run with eyas run --run {run.root}")
         config = parse_config(raw["config"], where=str(run.run_json))
         if "RANK" not in os.environ and config.draft.processes * config.draft.hosts > 1:
-            return launch(run.root, config.draft)
+            return launch(run.root, config.draft, _rank)
         stopped = stop_signals()
         with joined() as world:
             train(run, config, recorder(run.progress), should_stop=lambda: bool(stopped), world=world)
@@ -147,6 +147,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _rank(run: str) -> None:
+    """One process of a launch. It ends by its exit code: one that returns waits for a launcher that may be ending."""
+    if code := main(["--run", run]):
+        sys.exit(code)
 
 
 def stop_signals() -> list[int]:
