@@ -165,7 +165,7 @@ def test_another_codec_is_another_address_and_never_mixed(tiny: TinyRun) -> None
 
 def test_a_hidden_size_that_blocks_do_not_divide_is_refused(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.write_random("a", 4)
-    monkeypatch.setattr("eyas.hidden.kind.BLOCK", 48)
+    monkeypatch.setattr("eyas.hidden.demands.BLOCK", 48)
     with pytest.raises(ConfigError, match="hidden size 32 is no multiple"):
         extract(tiny.run, tiny.hidden_config("a", codec="fp8"))
 

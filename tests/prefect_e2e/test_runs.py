@@ -227,7 +227,7 @@ def test_a_finished_run_stays_finished_though_its_process_lingers_and_beats(stac
     spec.loader.exec_module(module)
     with temporary_settings({PREFECT_API_URL: f"{stack.ui}/api"}):
         asyncio.run(deploy(Entry(flow=module.lingering, name="test", description="Lingers.", queue=LIGHT_QUEUE), stack.runs))
-    reply = stack.call("POST", f"/deployments/{stack.deployment('lingering/test')}/create_flow_run")
+    reply = stack.call("POST", f"/deployments/{stack.deployment('lingering/test')}/create_flow_run", parameters={})
     flow_run_id = str(reply.json()["id"])
     ended = stack.wait_state(flow_run_id, "COMPLETED")
     assert psutil.Process(stack.pid(flow_run_id)).is_running(), "the process lingers"
