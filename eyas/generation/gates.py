@@ -88,10 +88,10 @@ class Gates:
         return {name: self._counts[name] / size for name in NAMES}
 
     def breached(self) -> list[str]:
-        """Names of the gates that are at or above their warn level now."""
+        """Names of the gates that are above their warn level now."""
         if len(self._window) < self._config.min_replies:
             return []
-        return [name for name, share in self.shares().items() if share > 0 and share >= getattr(self._config, name).warn]
+        return [name for name, share in self.shares().items() if share > getattr(self._config, name).warn]
 
     def add(self, marks: Marks, *, example: str = "") -> list[str]:
         """Count one outcome; `example` (a place to look, never a text) goes into the message."""
@@ -103,6 +103,10 @@ class Gates:
             return []
         return [name for name, share in self.shares().items() if self._is_new_warning(name, share, example)]
 
+    def describe(self, name: str) -> str:
+        """One gate's share of the window as a sentence."""
+        return f"dataset {self.dataset}: {self.shares()[name]:.0%} of the last {len(self._window)} replies are {name}"
+
     def _count(self, marks: Marks, step: int) -> None:
         for name in NAMES:
             if getattr(marks, name):
@@ -111,14 +115,11 @@ class Gates:
     def _is_new_warning(self, name: str, share: float, example: str) -> bool:
         gate: GateConfig = getattr(self._config, name)
         if share >= gate.stop and gate.stop < 1.0:
-            raise GateError(
-                f"dataset {self.dataset}: {share:.0%} of the last {len(self._window)} replies are {name} "
-                f"(stop level {gate.stop:.0%}); {ADVICE[name]}{example and '; ' + example}"
-            )
-        if share >= gate.warn and share > 0:
+            raise GateError(f"{self.describe(name)} (stop level {gate.stop:.0%}); {ADVICE[name]}{example and '; ' + example}")
+        if share > gate.warn:
             is_new = name not in self._warned
             self._warned.add(name)
             return is_new
-        if share < gate.warn / 2:
+        if share <= gate.warn / 2:
             self._warned.discard(name)
         return False

@@ -20,7 +20,7 @@ from eyas.errors import ArtifactError, ConfigError, EyasError, GateError, Record
 from eyas.generation.asking import Asker, Record
 from eyas.generation.control import read_control
 from eyas.generation.dataset import STAGE, DatasetRun, check_rejects, require_dataset
-from eyas.generation.gates import Marks, marks_of
+from eyas.generation.gates import ADVICE, Marks, marks_of
 from eyas.generation.inflight import InFlightLog
 from eyas.generation.proof import prove_rendering
 from eyas.generation.records import Prompt, done_entry, reject_entry
@@ -302,7 +302,8 @@ class GenerationSession:
             dataset.canary.judge(self.config.generation.gates)
             log.info("canary passed dataset=%s replies=%d", dataset.name, dataset.canary.wanted)
         for name in dataset.gates.add(marks, example=f"journal {dataset.journal_path}"):
-            log.warning("gate dataset=%s name=%s share=%.3f", dataset.name, name, dataset.gates.shares()[name])
+            warn = getattr(self.config.generation.gates, name).warn
+            log.warning("%s (warns above %.0f%%); %s", dataset.gates.describe(name), 100 * warn, ADVICE[name])
 
     # --- watching ------------------------------------------------------------------------------------------------
 

@@ -179,7 +179,8 @@ class Watch:
 def append_events(progress_folder: Path, events: list[Event]) -> None:
     """Append events to `progress/events.jsonl` and the log; a disk that refuses is logged, never raised."""
     for event in events:
-        level = logging.INFO if event.is_over else logging.WARNING
+        is_known = event.is_over or event.kind == "gate"  # a gate warns by itself, with its share
+        level = logging.INFO if is_known else logging.WARNING
         log.log(level, "event kind=%s name=%s %s", event.kind, event.name, event.message)
     if not events:
         return

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from eyas.errors import GateError
-from eyas.generation.config import GatesConfig
+from eyas.generation.config import GateConfig, GatesConfig
 from eyas.generation.gates import Gates, Marks, has_loop
 from eyas.generation.session import generate
 from eyas.workspace import RunFolder
@@ -44,6 +44,32 @@ def test_a_gate_warns_once_and_stops_at_its_level() -> None:
     assert warnings == ["empty"]
     with pytest.raises(GateError, match="dataset a: 20% of the last 50 replies are empty"):
         gates.add(Marks(empty=True))
+
+
+def test_a_share_at_the_limit_is_not_above_it() -> None:
+    """A cap that is short on purpose: every reply is cut, and `warn: 1.0` says that this is no news."""
+    accepted = Gates("a", GatesConfig(cut_by_length=GateConfig(warn=1.0, stop=1.0)))
+    half = Gates("a", GatesConfig(window=20, cut_by_length=GateConfig(warn=0.5, stop=1.0)))
+    assert [name for _ in range(200) for name in accepted.add(Marks(cut_by_length=True))] == []
+    assert accepted.breached() == []
+    for number in range(20):
+        assert half.add(Marks(cut_by_length=number % 2 == 1)) == []
+    assert half.add(Marks(cut_by_length=True)) == ["cut_by_length"]  # in place of one that was not cut
+    assert half.breached() == ["cut_by_length"]
+    assert half.describe("cut_by_length") == "dataset a: 55% of the last 20 replies are cut_by_length"
+
+
+async def test_a_gate_is_told_once(target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = tiny_config(target, {"a": 4}, generation={"gates": {"min_replies": 4}})
+    run = RunFolder(tmp_path).create()
+    write_prompts(run, config, "a", 30)
+    with LoopbackServer(target) as server:
+        await generate(run, config, urls=[server.url])
+    warnings = [
+        record.getMessage() for record in caplog.records if record.levelname == "WARNING" and "cut_by_length" in record.getMessage()
+    ]
+    assert len(warnings) == 1, warnings
+    assert "(warns above 30%)" in warnings[0]
 
 
 def test_old_replies_leave_the_window() -> None:
