@@ -7,9 +7,10 @@ value that says so ("auto", -1): a form shows `X | None` as a toggle of types.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
 
 _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 
@@ -22,6 +23,21 @@ def fit_for_a_form(schema: dict[str, Any]) -> None:
         if said:
             text = " and ".join(said)
             field["description"] = f"{field.get('description', '')} {text[0].upper()}{text[1:]}.".strip()
+
+
+def _server_url(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or above 65535
+        is_url = False
+    if not is_url:
+        raise ValueError(f"{value!r} is no URL of a server, such as http://127.0.0.1:30000")
+    return value
+
+
+ServerUrl = Annotated[str, AfterValidator(_server_url)]
+"""Base URL of a server: http or https, a host, a port where it is not the usual one."""
 
 
 class Settings(BaseModel):

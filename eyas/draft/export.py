@@ -23,7 +23,7 @@ from eyas.draft.engines import faults_of
 from eyas.draft.spec import DraftSpec
 from eyas.errors import ArtifactError, ConfigError
 from eyas.files import read_json, write_bytes, write_json
-from eyas.manifest import Counts, Manifest, file_entries, fingerprint, finished_manifest, load_manifest, now
+from eyas.manifest import Counts, Manifest, file_entries, fingerprint, finished_manifest, load_manifest, now, verify_manifest
 from eyas.progress import Progress, Report, silent
 from eyas.target.spec import TargetSpec, load_target
 from eyas.workspace import RunFolder
@@ -69,6 +69,23 @@ def export_draft(run: RunFolder, config: RunConfig, report: Report = silent) -> 
         figures={"accept_length": trained.figures.get("accept_length"), "step": best.state.step, "parameters": spec.num_parameters},
         started_at=started_at,
     ).write(run.export)
+
+
+def check_export(run: RunFolder, target: TargetSpec) -> Manifest:
+    """The manifest of the exported draft, once its files are as exported and its training was one of `target`.
+
+    Raises `ArtifactError` for a changed file, an export of another training, a draft of another target.
+    """
+    exported, trained = verify_manifest(run.export), load_manifest(run.draft)
+    if exported.inputs.get("train") != trained.digest():
+        raise ArtifactError(f"{run.export} was not exported from the training in {run.draft}; export the draft again (eyas train)")
+    wanted = target.fingerprint
+    if (seen := str(trained.config.get("target", "no target"))) != wanted:
+        raise ArtifactError(
+            f"{run.export} is a draft of target {seen[:16]}, {target.folder} is {wanted[:16]}: its weights, template or tokenizer "
+            "changed since; serve the target of the training, or train the draft again"
+        )
+    return exported
 
 
 def training_spec(run: RunFolder, config: RunConfig, target: TargetSpec, draft_vocab_size: int) -> DraftSpec:

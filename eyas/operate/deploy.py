@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from eyas.config import RunConfig
+from eyas.draft.export import check_export
 from eyas.errors import ArtifactError, EyasError
 from eyas.files import read_json, write_json
 from eyas.manifest import Manifest, now, verify_manifest
@@ -18,7 +19,7 @@ from eyas.operate.hosts import Draft, Say, TargetHost, host_of
 from eyas.speculate.canary import canary
 from eyas.speculate.deploy import Check, Decision, decide
 from eyas.speculate.results import Row, SetMeasurement
-from eyas.target.spec import load_target
+from eyas.target.spec import TargetSpec, load_target
 from eyas.workspace import RunFolder
 
 CANARIES = 32
@@ -46,7 +47,8 @@ def deploy_run(run: RunFolder, config: RunConfig, *, api_key: str = "", say: Say
 def deploy(run: RunFolder, config: RunConfig, host: TargetHost, *, api_key: str = "", say: Say = print) -> Deployment:
     """Serve the draft if every check holds; otherwise the host serves the target alone. The host is left serving.
 
-    Raises `ArtifactError` where the benchmark is missing or damaged, and whatever the way back raises.
+    Raises `ArtifactError`, and switches nothing, where the benchmark is missing or damaged, or the draft is not the one that
+    it measured or one of another target; and whatever the way back raises.
     """
     manifest = verify_manifest(run.benchmark)
     measured = Decision.model_validate(_results(run)["deployment"])
@@ -55,6 +57,7 @@ def deploy(run: RunFolder, config: RunConfig, host: TargetHost, *, api_key: str 
         say(f"the benchmark does not let the draft be served: {measured.reason}")
         return _record(run, measured, "nothing was switched")
     spec = load_target(config.target)
+    check_measured(run, spec, manifest)
     rows = canary_rows(run, manifest)
     checks: list[Check] = []
     try:
@@ -69,6 +72,17 @@ def deploy(run: RunFolder, config: RunConfig, host: TargetHost, *, api_key: str 
     _record(run, decision, "going back")  # first, so that the reason stands even if the way back fails
     host.enter("generate", alone=True)
     return _record(run, decision, "rolled back: serving the target without draft")
+
+
+def check_measured(run: RunFolder, spec: TargetSpec, benchmark: Manifest) -> None:
+    """Refuse a draft that is not, byte for byte, what the benchmark measured on this target; raises `ArtifactError`."""
+    exported = check_export(run, spec)
+    now_there = {f"draft/export/{entry.path}": entry.sha256 for entry in exported.files} | {"target": spec.fingerprint}
+    for name, measured in benchmark.inputs.items():
+        if name in now_there and now_there[name] != measured:
+            raise ArtifactError(
+                f"{name} is not what the benchmark in {run.benchmark} measured; run the benchmark again (eyas bench)"
+            )
 
 
 def canary_rows(run: RunFolder, manifest: Manifest) -> list[Row]:

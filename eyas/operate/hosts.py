@@ -214,43 +214,48 @@ def wait_until_serving(
     deadline = time.monotonic() + config.operate.host.ready_timeout_s
     is_noted = False
     for url in config.server.urls:
-        while not (check_server(url, config, api_key=api_key) and _drafts(url, draft, api_key, alone=alone)):
+        while fault := check_server(url, config, api_key=api_key) or _drafting_fault(url, draft, api_key, alone=alone):
             if not is_noted:
                 note()
                 is_noted = True
             if time.monotonic() > deadline:
                 raise ServerError(
-                    f"server {url} was not ready within {config.operate.host.ready_timeout_s:.0f} s; read its log, then run again"
+                    f"server {url} was not ready within {config.operate.host.ready_timeout_s:.0f} s: {fault}; "
+                    "read its log, then run again"
                 )
             time.sleep(1.0)
 
 
-def _drafts(url: str, draft: Draft | None, api_key: str, *, alone: bool) -> bool:
-    """Whether the server drafts as wanted."""
+def _drafting_fault(url: str, draft: Draft | None, api_key: str, *, alone: bool) -> str:
+    """Why the server does not draft as wanted; "" where it does."""
     if draft is None and not alone:
-        return True
+        return ""
     info = server_info(url.rstrip("/"), api_key)
     if draft is None:
-        return not info.get("speculative_algorithm")
+        return "it serves with a draft, wanted the target alone" if info.get("speculative_algorithm") else ""
     checks = identity_checks(info, target=str(info.get("model_path")), draft=str(draft.folder), shape=draft.shape)
-    return all(check.holds for check in checks)
+    return "; ".join(f"{check.name} is {check.seen}, wanted {check.wanted}" for check in checks if not check.holds)
 
 
-def check_server(url: str, config: RunConfig, *, api_key: str = "") -> bool:
-    """True if the server answers and serves the wanted model, False if it does not answer.
+def check_server(url: str, config: RunConfig, *, api_key: str = "") -> str:
+    """Why the server does not answer as SGLang does, in words; "" once it does and serves the wanted model.
 
     Raises `ConfigError` for another model or a refused key.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         reply = httpx.get(f"{url.rstrip('/')}/model_info", headers=headers, timeout=config.server.connect_timeout_s)
-    except httpx.HTTPError:
-        return False
+    except httpx.HTTPError as error:
+        return f"no answer ({error!r})"
     if reply.status_code == 401:
         raise ConfigError(f"server {url} refuses the API key (401); set EYAS_API_KEY or server.api_key_file")
-    if reply.status_code != 200:
-        return False
-    info = reply.json()
+    try:
+        info = reply.json() if reply.status_code == 200 else None
+    except ValueError:
+        info = None
+    if not isinstance(info, dict):
+        by = reply.headers.get("server", "an unnamed server")
+        return f"{by} answers /model_info with {reply.status_code}: it is starting, or another program uses this port"
     served = {str(info.get(key, "")) for key in ("model_path", "served_model_name", "tokenizer_path")} - {""}
     wanted = config.server.model or str(load_target(config.target).folder)
     if not any(Path(name).name == Path(wanted).name for name in served):
@@ -258,4 +263,4 @@ def check_server(url: str, config: RunConfig, *, api_key: str = "") -> bool:
             f"server {url} serves {' / '.join(sorted(served)) or 'an unnamed model'}, the target is {wanted}; "
             "give the server of this target in server.urls, or the name it serves in server.model"
         )
-    return True
+    return ""

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from eyas.engine.config import EngineConfig
-from eyas.settings import Settings
+from eyas.settings import ServerUrl, Settings
 
 
 class ServerConfig(Settings):
@@ -16,7 +16,7 @@ class ServerConfig(Settings):
     kind: Literal["embedded", "sglang"] = Field(
         default="embedded", description="embedded starts Eyas' own CPU engine; sglang uses servers that are running."
     )
-    urls: list[str] = Field(default_factory=list, description="Base URLs of running SGLang servers, for kind sglang.")
+    urls: list[ServerUrl] = Field(default_factory=list, description="Base URLs of running SGLang servers, for kind sglang.")
     api_key_file: str = Field(default="", description="File that holds the servers' API key; empty for none.")
     model: str = Field(default="", description="Model path the servers must serve; empty takes the target's.")
     max_concurrency: int = Field(

@@ -30,7 +30,7 @@ from eyas.speculate.canary import fits_here
 from eyas.speculate.config import BenchmarkConfig
 from eyas.speculate.contexts import by_context
 from eyas.speculate.deploy import Check, decide, result_checks
-from eyas.speculate.launch import compose_file, launch_command, server_flags, without_draft
+from eyas.speculate.launch import DEFAULT_URL, ENVIRONMENT_FILE, compose_file, environment_file, launch_command, server_flags
 from eyas.speculate.lossless import LocalJudge, Measure, load_judge
 from eyas.speculate.measure import Predict, collect, compare, num_blocks
 from eyas.speculate.predict import Predictor
@@ -232,27 +232,30 @@ def _bigram_table(run: RunFolder) -> BigramTable:
     return BigramTable.from_records(records())
 
 
-LAUNCH_FILES = ("launch.sh", "launch-without-draft.sh", "compose.yaml", "compose-without-draft.yaml")
+LAUNCH_FILES = ("launch.sh", "compose.yaml", "launch-without-draft.sh", "compose-without-draft.yaml", ENVIRONMENT_FILE)
 
 
 def _write_launch(run: RunFolder, config: RunConfig, spec: TargetSpec) -> None:
-    """How an operator starts the target with the draft and without, by hand or by compose."""
+    """How an operator starts the target with the draft and without, by hand or by compose, at the first URL of each."""
     wanted: BenchmarkConfig = config.benchmark
-    flags = server_flags(
-        spec.folder,
-        run.export.resolve(),
-        hardware=wanted.hardware,
-        shape=wanted.shape,
-        tensor_parallel=wanted.tensor_parallel,
-        max_running_requests=wanted.most_in_flight,
-    )
-    has_gpus = wanted.hardware != "cpu"
-    contents = [
-        launch_command(flags),
-        launch_command(without_draft(flags)),
-        compose_file(flags, gpus=has_gpus),
-        compose_file(without_draft(flags), gpus=has_gpus),
-    ]
+    key_file = str(Path(config.server.api_key_file).expanduser().absolute()) if config.server.api_key_file else ""
+    contents = []
+    for draft, urls in ((run.export.resolve(), wanted.draft_urls or config.server.urls), (None, config.server.urls)):
+        flags = server_flags(
+            spec.folder,
+            draft,
+            hardware=wanted.hardware,
+            shape=wanted.shape,
+            tensor_parallel=wanted.tensor_parallel,
+            max_running_requests=wanted.most_in_flight,
+            url=urls[0] if urls else DEFAULT_URL,
+            trusts_remote_code=bool(spec.remote_code_sha256),
+        )
+        contents += [
+            launch_command(flags, key_file=key_file),
+            compose_file(flags, hardware=wanted.hardware, key_file=key_file),
+        ]
+    contents.append(environment_file(wanted.hardware, tensor_parallel=wanted.tensor_parallel))
     for name, content in zip(LAUNCH_FILES, contents, strict=True):
         write_bytes(run.benchmark / name, content.encode())
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from eyas.settings import Settings
+from eyas.settings import ServerUrl, Settings
 
 
 class DraftShape(Settings):
@@ -78,7 +78,7 @@ class BenchmarkConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="Precision of the embedded engine in the benchmark; float32 makes every reply identical."
     )
-    draft_urls: list[str] = Field(
+    draft_urls: list[ServerUrl] = Field(
         default_factory=list,
         description="URL of an SGLang server with the draft, beside server.urls without it; empty restarts one host for each.",
     )

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from eyas.errors import ArtifactError, ServerError
+from eyas.manifest import load_manifest
 from eyas.operate.deploy import deploy
 from eyas.operate.hosts import Draft
 from eyas.speculate.benchmark import benchmark
+from eyas.target.config import TargetConfig
 from eyas.workspace import RunFolder
 from tests.speculate.conftest import VOCAB, FakeEngine, model, served
-from tests.speculate.test_benchmark import Stage, run, target_folder
+from tests.speculate.test_benchmark import Stage, run, target_folder, write_export_manifests
 
 __all__ = ["model", "run", "target_folder"]  # fixtures
 
@@ -97,6 +101,32 @@ def test_a_refused_benchmark_switches_nothing(scene: Scene) -> None:
     assert not scene.deploy().serves_draft
     assert scene.host.modes == []
     assert scene.record["outcome"] == "nothing was switched"
+
+
+def test_an_export_changed_since_the_benchmark_is_refused(scene: Scene, target_folder: Path) -> None:
+    tensors = load_file(scene.run.export / "model.safetensors")
+    save_file(tensors | {"fc.weight": tensors["fc.weight"] * 2}, scene.run.export / "model.safetensors")
+    with pytest.raises(ArtifactError, match=r"model\.safetensors differs from the digest in its manifest"):
+        scene.deploy()
+    write_export_manifests(scene.run, target_folder)  # exported again: whole, and still not what was measured
+    with pytest.raises(ArtifactError, match=r"draft/export/model\.safetensors is not what the benchmark"):
+        scene.deploy()
+    assert scene.host.modes == []
+
+
+def test_a_draft_of_another_target_is_refused(scene: Scene, model: Any, tmp_path: Path) -> None:
+    """Same sizes, other weights: nothing in the files of the draft tells."""
+    other = copy.deepcopy(model)
+    other.model.layers[0].mlp.down_proj.weight.data.mul_(1.5)
+    other.save_pretrained(tmp_path / "other")
+    scene.config = scene.config.model_copy(update={"target": TargetConfig(model=str(tmp_path / "other"))})
+    with pytest.raises(ArtifactError, match=r"is a draft of target .* serve the target of the training"):
+        scene.deploy()
+    trained = load_manifest(scene.run.draft)
+    trained.model_copy(update={"fingerprint": "1" * 64}).write(scene.run.draft)
+    with pytest.raises(ArtifactError, match="was not exported from the training"):
+        scene.deploy()
+    assert scene.host.modes == []
 
 
 def test_a_damaged_benchmark_is_refused(scene: Scene) -> None:

@@ -103,7 +103,20 @@ def test_a_draft_in_another_shape_is_not_the_wanted_one(run: RunFolder, config_f
     host = {"kind": "command", "commands": commands, "ready_timeout_s": 0.1}
     with model_server(SERVER | DRAFTING | {"speculative_eagle_topk": 4}) as url:
         config = load_config(config_file(server={"kind": "sglang", "urls": [url]}, operate={"host": host}))
-        with pytest.raises(ServerError, match="not ready within"), host_of(run, config).serving("draft", draft=DRAFT):
+        wanted = r"not ready within 0 s: speculative_eagle_topk is 4, wanted 1"
+        with pytest.raises(ServerError, match=wanted), host_of(run, config).serving("draft", draft=DRAFT):
+            pass
+
+
+def test_a_port_that_another_program_holds_is_named(run: RunFolder, config_file: Callable[..., Path]) -> None:
+    """A dashboard on the server's port answers everything with 404: that is not "still starting"."""
+    host = {"ready_timeout_s": 0.1}
+    with model_server({}, status=404) as url:
+        config = load_config(config_file(server={"kind": "sglang", "urls": [url]}, operate={"host": host}))
+        with (
+            pytest.raises(ServerError, match=r"BaseHTTP.* answers /model_info with 404: .* another program uses this port"),
+            ManualHost(config, say=lambda _: None).serving("generate"),
+        ):
             pass
 
 

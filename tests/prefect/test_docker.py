@@ -14,7 +14,7 @@ import yaml
 from eyas.config import load_config
 from eyas.hidden.sources.sglang import AUX_FLAGS
 from eyas.hidden.sources.sglang_plugin import FOLDER_VARIABLE
-from eyas.speculate.launch import HARDWARE_FLAGS, IMAGE
+from eyas.speculate.launch import HARDWARE_FLAGS, IMAGES
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -55,7 +55,7 @@ def test_sglang_runs_as_the_benchmark_expects_on_blackwell() -> None:
     assert "--speculative-eagle-topk $${TOP_K} --speculative-num-draft-tokens $${TOKENS}" in draft
     shape = services["sglang-draft"]["environment"]
     assert (shape["STEPS"], shape["TOP_K"], shape["TOKENS"]) == ("${STEPS:-3}", "${TOP_K:-1}", "${TOKENS:-4}")
-    assert all(IMAGE in services[name]["image"] for name in ("sglang", "sglang-extract", "sglang-draft"))
+    assert all(IMAGES["blackwell"] in services[name]["image"] for name in ("sglang", "sglang-extract", "sglang-draft"))
 
 
 def test_states_go_from_sglang_to_the_worker_through_one_folder() -> None:

@@ -18,7 +18,7 @@ from eyas.draft.config import DraftConfig
 from eyas.draft.spec import DraftSpec
 from eyas.errors import ArtifactError, ConfigError
 from eyas.files import digest_file
-from eyas.manifest import Counts, Manifest, verify_manifest
+from eyas.manifest import Counts, Manifest, file_entries, verify_manifest
 from eyas.progress import Progress
 from eyas.speculate import benchmark as benchmark_module
 from eyas.speculate.benchmark import benchmark
@@ -46,6 +46,16 @@ def write_draft(run: RunFolder, target_folder: Path) -> None:
     run.export.mkdir(parents=True)
     (run.export / "config.json").write_text(json.dumps(spec.engine_config("float32")))
     save_file(tensors, run.export / "model.safetensors")
+    write_export_manifests(run, target_folder)
+
+
+def write_export_manifests(run: RunFolder, target_folder: Path) -> None:
+    """What training and export leave beside a draft for the target in `target_folder`."""
+    target = load_target(TargetConfig(model=str(target_folder))).fingerprint
+    common: dict[str, Any] = {"stage_version": 1, "fingerprint": "0" * 64, "counts": Counts.of(done=1)}
+    trained = Manifest(stage="train", config={"target": target}, **common).write(run.draft)
+    files = file_entries(run.export, ["config.json", "model.safetensors"])
+    Manifest(stage="export", inputs={"train": trained.digest()}, files=files, **common).write(run.export)
 
 
 def write_manifest(folder: Path, stage: str) -> None:
