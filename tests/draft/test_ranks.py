@@ -61,7 +61,7 @@ def assert_same_curve(run: RunFolder, alone: RunFolder) -> None:
 
 @pytest.mark.parametrize(
     ("size", "stage"),
-    [(2, 0), (2, 2), *(pytest.param(*item, marks=pytest.mark.soak) for item in [(2, 1), (2, 3), (4, 0), (4, 2), (4, 3)])],
+    [(2, 0), (2, 2), *(pytest.param(*item, marks=pytest.mark.soak) for item in [(2, 1), (2, 3), (4, 0), (4, 1), (4, 2), (4, 3)])],
 )
 def test_any_number_of_processes_gives_the_curve_of_one_and_continues_in_one(
     run: RunFolder, alone: RunFolder, target: Path, size: int, stage: int
