@@ -16,19 +16,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from eyas.config import RunConfig
-from eyas.draft.card import model_card
+from eyas.draft.card import DatasetNote, model_card
 from eyas.draft.checkpoint import load_checkpoint, named_checkpoint
 from eyas.draft.corpus import check_map, read_map
 from eyas.draft.engines import faults_of
 from eyas.draft.spec import DraftSpec
 from eyas.errors import ArtifactError, ConfigError
-from eyas.files import read_json, write_bytes, write_json
+from eyas.files import read_json, read_json_lines, write_bytes, write_json
 from eyas.manifest import Counts, Manifest, file_entries, fingerprint, finished_manifest, load_manifest, now, verify_manifest
 from eyas.progress import Progress, Report, silent
 from eyas.target.spec import TargetSpec, load_target
 from eyas.workspace import RunFolder
 
-VERSION = 1
+VERSION = 2
 STAGE = "export"
 EXPORT_DTYPE = torch.bfloat16
 CONFIG, MODEL, CARD = "config.json", "model.safetensors", "README.md"
@@ -40,8 +40,9 @@ def export_draft(run: RunFolder, config: RunConfig, report: Report = silent) -> 
     Raises `ArtifactError` for a checkpoint with missing, extra, wrongly shaped, not finite or all-zero tensors.
     """
     trained = load_manifest(run.draft)
-    prompts = {dataset.name: dataset.license for dataset in config.prompts.datasets}
-    print_ = fingerprint(STAGE, VERSION, inputs={"train": trained.digest()}, config={"datasets": prompts})
+    data = training_data(run, config)
+    settings = {"datasets": {note.name: {"source": note.source, "license": note.license} for note in data}}
+    print_ = fingerprint(STAGE, VERSION, inputs={"train": trained.digest()}, config=settings)
     finished = finished_manifest(run.export, print_)
     if finished is not None:
         return finished
@@ -50,12 +51,13 @@ def export_draft(run: RunFolder, config: RunConfig, report: Report = silent) -> 
     d2t, t2d = read_map(run.merged / "vocab_map.safetensors")
     spec = training_spec(run, config, target, len(d2t))
     best = load_checkpoint(named_checkpoint(run.draft / "checkpoints", "best"))
+    check_tensors(spec, best.masters | {"d2t": d2t, "t2d": t2d}, str(best.folder), torch.float32)
     tensors = {name: value.to(EXPORT_DTYPE) for name, value in best.masters.items()} | {"d2t": d2t, "t2d": t2d}
-    check_tensors(spec, tensors, str(best.folder))
+    card = model_card(target, spec, trained, data, _best_replay(run, best.state.step), _figures(run.merged).get("coverage", {}))
     (run.export / "manifest.json").unlink(missing_ok=True)
     write_bytes(run.export / MODEL, save(tensors, metadata={"format": "pt"}))
     write_json(run.export / CONFIG, spec.engine_config(str(EXPORT_DTYPE).removeprefix("torch.")))
-    write_bytes(run.export / CARD, model_card(target, spec, trained, prompts).encode())
+    write_bytes(run.export / CARD, card.encode())
     load_export(run.export)
     report(Progress(stage=STAGE, done=1, total=1, unit="drafts", is_final=True))
     return Manifest(
@@ -63,12 +65,42 @@ def export_draft(run: RunFolder, config: RunConfig, report: Report = silent) -> 
         stage_version=VERSION,
         fingerprint=print_,
         inputs={"train": trained.digest()},
-        config={"datasets": prompts},
+        config=settings,
         counts=Counts.of(done=1),
         files=file_entries(run.export, [CONFIG, MODEL, CARD]),
         figures={"accept_length": trained.figures.get("accept_length"), "step": best.state.step, "parameters": spec.num_parameters},
         started_at=started_at,
     ).write(run.export)
+
+
+def training_data(run: RunFolder, config: RunConfig) -> list[DatasetNote]:
+    """Every dataset of the run with its licence, the config's or the source's own, and what the merge took of it."""
+    merged = _figures(run.merged).get("per_dataset", {})
+    notes = []
+    for dataset in config.prompts.datasets:
+        license_ = dataset.license or str(_figures(run.prompts(dataset.name)).get("license", ""))
+        used = merged.get(dataset.name, {}).get("train", {})
+        notes.append(
+            DatasetNote(
+                name=dataset.name,
+                source=dataset.source,
+                license=license_,
+                replies=used.get("records"),
+                tokens=used.get("tokens"),
+            )
+        )
+    return notes
+
+
+def _figures(folder: Path) -> dict[str, Any]:
+    return load_manifest(folder).figures if (folder / "manifest.json").is_file() else {}
+
+
+def _best_replay(run: RunFolder, step: int) -> dict[str, Any]:
+    """The held-out replay of `step` as training wrote it down; empty where its metrics are gone."""
+    path = run.draft / "metrics.jsonl"
+    rows = [json.loads(line) for _, line in read_json_lines(path)] if path.is_file() else []
+    return next((row for row in reversed(rows) if row.get("kind") == "heldout" and row.get("step") == step), {})
 
 
 def check_export(run: RunFolder, target: TargetSpec) -> Manifest:
@@ -113,12 +145,12 @@ def load_export(folder: Path) -> tuple[DraftSpec, dict[str, torch.Tensor]]:
         tensors = load_file(folder / MODEL)
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"{folder / MODEL} is not safetensors ({error}); export the draft again") from error
-    check_tensors(spec, tensors, str(folder / MODEL))
+    check_tensors(spec, tensors, str(folder / MODEL), getattr(torch, raw["dtype"]))
     return spec, tensors
 
 
-def check_tensors(spec: DraftSpec, tensors: dict[str, torch.Tensor], where: str) -> None:
-    """Compare `tensors` with the exact set that `spec` wants; raises `ArtifactError` naming every fault."""
+def check_tensors(spec: DraftSpec, tensors: dict[str, torch.Tensor], where: str, dtype: torch.dtype) -> None:
+    """Compare `tensors` with the exact set that `spec` wants, weights in `dtype`; raises `ArtifactError` naming every fault."""
     wanted: dict[str, tuple[int, ...]] = {**spec.tensor_shapes, "d2t": (spec.draft_vocab_size,), "t2d": (spec.vocab_size,)}
     faults = [f"{name} is missing" for name in wanted if name not in tensors]
     faults += [f"{name} is not expected" for name in tensors if name not in wanted]
@@ -128,8 +160,8 @@ def check_tensors(spec: DraftSpec, tensors: dict[str, torch.Tensor], where: str)
         if tuple(tensor.shape) != wanted[name]:
             faults.append(f"{name} is {list(tensor.shape)}, wanted {list(wanted[name])}")
         elif name not in ("d2t", "t2d"):
-            if not tensor.is_floating_point():
-                faults.append(f"{name} is {tensor.dtype}, wanted floating point")
+            if tensor.dtype != dtype:
+                faults.append(f"{name} is {tensor.dtype}, wanted {dtype}")
             elif not bool(torch.isfinite(tensor).all()):
                 faults.append(f"{name} is not finite")
             elif not bool(tensor.any()):
@@ -159,6 +191,8 @@ def _spec_of(raw: dict[str, Any], path: Path) -> DraftSpec:
             eos_token_ids=tuple(raw["eos_token_id"]),
             norm_before_residual=raw["norm_before_residual"],
         )
+        if raw["dtype"] not in ("bfloat16", "float32"):
+            raise ArtifactError(f"{path}: dtype is {raw['dtype']!r}, wanted 'bfloat16' or 'float32'; export the draft again")
         wanted = spec.engine_config(raw["dtype"])
     except (KeyError, TypeError) as error:
         raise ArtifactError(f"{path} lacks or misspells {error}; export the draft again") from error

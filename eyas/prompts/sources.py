@@ -72,10 +72,22 @@ def _as_text(path: Path) -> str:
     return os.fsencode(path.as_posix()).decode("utf-8", "backslashreplace")
 
 
+def check_hub(name: str) -> None:
+    """Raise `ConfigError` where the `datasets` library is told to stay offline and what `hub:` names is no folder here."""
+    from datasets import config as library
+
+    if library.HF_HUB_OFFLINE and not Path(name).is_dir():
+        raise ConfigError(
+            f"hub:{name} cannot be fetched: HF_HUB_OFFLINE (or HF_DATASETS_OFFLINE) is set; unset it, or download the set where "
+            "there is a network and give file:PATH"
+        )
+
+
 def _hub_source(dataset: DatasetConfig, name: str) -> Source:
     def rows() -> Iterator[Row]:
         from datasets import load_dataset
 
+        check_hub(name)
         number = 0
         try:
             stream = load_dataset(
@@ -87,7 +99,10 @@ def _hub_source(dataset: DatasetConfig, name: str) -> Source:
         except EyasError:
             raise
         except (ConnectionError, TimeoutError) as error:
-            raise ServerError(f"dataset {dataset.name}: the hub broke off after row {number}: {error}") from error
+            raise ServerError(
+                f"dataset {dataset.name}: hub:{name} broke off after row {number}: {error}; check the network, or download it "
+                "and give file:PATH"
+            ) from error
         except Exception as error:  # the datasets library raises many kinds; all mean that this source cannot be read
             raise ConfigError(
                 f"dataset {dataset.name}: hub source {name!r} (subset {dataset.subset!r}, split {dataset.split!r}) cannot be read "

@@ -44,10 +44,10 @@ class BenchmarkConfig(Settings):
 
     num_draft_tokens: int = Field(default=3, ge=1, le=16, description="K: tokens drafted per verification.")
     sets: list[str] = Field(
-        default_factory=lambda: ["heldout", "package:mt-bench", "package:humaneval"],
+        default_factory=lambda: ["heldout", "mt-bench", "humaneval"],
         min_length=1,
-        description="Prompt sets: heldout (this run's held-out prompts), package:NAME, hub:ID,SUBSET,SPLIT, "
-        "or file:PATH (one's own traffic).",
+        description="Prompt sets: heldout (this run's held-out prompts), a standard set by its name (mt-bench, humaneval, bfcl, "
+        "gsm8k, math-500, mbpp), package:NAME, hub:ID,SUBSET,SPLIT, or file:PATH (one's own traffic).",
     )
     prompts_per_set: int = Field(default=20, ge=1, description="Prompts per set; held-out ones are spread over the datasets.")
     max_new_tokens: int = Field(default=256, ge=2, description="Cap of one benchmark reply.")

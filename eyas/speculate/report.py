@@ -128,7 +128,17 @@ def _sampling(sampling: dict[str, Any] | None) -> str:
         return "The distribution above temperature 0 was not tested (`benchmark.sampled_replies` is 0)."
     return (
         f"At temperature 1, {sampling['replies_per_side']} replies a side to {sampling['prompts']} prompts: "
-        f"p = {sampling['p_value']:.4f} that both sides draw from one distribution (permutation test)."
+        f"p = {sampling['p_value']:.4f} that both sides draw from one distribution (permutation test). {_power(sampling)}"
+    )
+
+
+def _power(sampling: dict[str, Any]) -> str:
+    share = sampling["found_share"]
+    if share is None:
+        return "So few replies find no fault reliably: raise `benchmark.sampled_replies`."
+    return (
+        f"Found with {sampling['power']:.0%} probability would have been a server that puts the likeliest token in place of its "
+        f"draw at {share:.0%} of the positions."
     )
 
 

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 from eyas.config import RunConfig
 from eyas.errors import ConfigError
 from eyas.prompts.benchsets import load_benchmark_prompts, open_benchmark_set
+from eyas.prompts.sources import check_hub
 from eyas.target.rendering import Renderer
 from eyas.target.spec import TargetSpec
 from eyas.target.tokenizer import load_tokenizer
@@ -28,8 +29,8 @@ class BenchmarkPrompt:
 
 
 def set_name(source: str) -> str:
-    """Short name of a set for folders and tables: `package:mt-bench` → `mt-bench`, `file:/a/own.jsonl` → `own`,
-    `hub:openai/gsm8k,main,test` → `gsm8k`."""
+    """Short name of a set for folders and tables: `gsm8k` → `gsm8k`, `package:mt-bench` → `mt-bench`, `file:/a/own.jsonl` →
+    `own`, `hub:openai/gsm8k,main,test` → `gsm8k`."""
     kind, separator, name = source.partition(":")
     if not separator:
         return kind
@@ -38,12 +39,12 @@ def set_name(source: str) -> str:
 
 
 def check_sets(config: RunConfig, spec: TargetSpec) -> None:
-    """Raise `ConfigError` for what the benchmark would refuse when all else is done; a hub's sets are not looked up."""
+    """Raise `ConfigError` for what the benchmark would refuse when all else is done; a hub is not asked for its sets."""
     sources = config.benchmark.sets
     check_set_names(sources)
     for source in sources:
-        if source != HELDOUT:
-            open_benchmark_set(source)
+        if source != HELDOUT and (identity := open_benchmark_set(source).identity)["kind"] == "hub":
+            check_hub(identity["id"])
     if HELDOUT in sources and not config.prompts.heldout_share:
         raise ConfigError("benchmark.sets names heldout and prompts.heldout_share is 0; raise it (0.05 is usual) or leave it out")
     if spec.context_length - config.benchmark.max_new_tokens < 1:

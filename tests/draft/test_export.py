@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from eyas.config import RunConfig
-from eyas.draft.checkpoint import load_checkpoint, named_checkpoint
+from eyas.draft.checkpoint import load_checkpoint, named_checkpoint, save_checkpoint
 from eyas.draft.export import export_draft, load_export
 from eyas.draft.train import train
 from eyas.errors import ArtifactError
+from eyas.manifest import Counts, Manifest, load_manifest
 from eyas.workspace import RunFolder
 from tests.draft.runs import D, H, V, learnable_records, run_config, write_run, write_target
 
@@ -112,14 +115,69 @@ def test_the_loaded_spec_is_what_was_exported(trained: tuple[RunFolder, RunConfi
     assert json.loads(json.dumps(spec.engine_config("bfloat16"))) == json.loads((trained[0].export / "config.json").read_bytes())
 
 
+SPOILT: list[tuple[str, torch.Tensor | None, str]] = [
+    ("fc.weight", None, "fc.weight is missing"),
+    ("midlayer.self_attn.q_proj.weight", None, "midlayer.self_attn.q_proj.weight is missing"),
+    ("embed_tokens.weight", torch.ones(V, H), "embed_tokens.weight is not expected"),
+    ("norm.weight", torch.ones(H + 1), r"norm.weight is \[33\], wanted \[32\]"),
+    ("lm_head.weight", torch.ones(V, H), r"lm_head.weight is \[96, 32\], wanted \[48, 32\]"),
+    ("norm.weight", torch.full((H,), float("nan")), "norm.weight is not finite"),
+    ("midlayer.mlp.up_proj.weight", torch.full((48, H), float("inf")), "midlayer.mlp.up_proj.weight is not finite"),
+    ("fc.weight", torch.zeros(H, 3 * H), "fc.weight is all zero"),
+    ("fc.weight", torch.ones(H, 3 * H, dtype=torch.int8), "fc.weight is torch.int8, wanted torch.float32"),
+    ("norm.weight", torch.ones(H, dtype=torch.float64), "norm.weight is torch.float64, wanted torch.float32"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), SPOILT)
+def test_a_spoilt_checkpoint_is_not_exported(
+    trained: tuple[RunFolder, RunConfig], tmp_path: Path, name: str, change: torch.Tensor | None, message: str
+) -> None:
+    """A whole checkpoint, its digests right, whose tensors are not this draft's: nothing is written, each fault named."""
+    run = RunFolder(tmp_path / "run")
+    shutil.copytree(trained[0].root, run.root)
+    shutil.rmtree(run.export)
+    checkpoints = run.draft / "checkpoints"
+    best = load_checkpoint(named_checkpoint(checkpoints, "best"))
+    masters = {key: value for key, value in {**best.masters, name: change}.items() if value is not None}
+    save_checkpoint(checkpoints, best.state, masters, best.optimizer, is_best=True, keep=9)
+    with pytest.raises(ArtifactError, match=message):
+        export_draft(run, trained[1])
+    assert not run.export.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d2t": torch.tensor(KEPT)}, "d2t must hold offsets"),
+        ({"d2t": (torch.tensor(KEPT) - torch.arange(D)).int()}, r"d2t is torch.int32 .* wanted int64"),
+        ({"t2d": torch.ones(V, dtype=torch.bool)}, "ascending list of ids that t2d keeps"),
+        ({"t2d": None}, "t2d"),
+    ],
+)
+def test_a_draft_is_not_exported_under_a_map_that_engines_would_read_otherwise(
+    trained: tuple[RunFolder, RunConfig], tmp_path: Path, changes: dict[str, torch.Tensor | None], message: str
+) -> None:
+    """https://github.com/NVIDIA-NeMo/Automodel/pull/2447, https://github.com/verl-project/verl-SpeCo/pull/67."""
+    run = RunFolder(tmp_path / "run")
+    shutil.copytree(trained[0].root, run.root)
+    shutil.rmtree(run.export)
+    path = run.merged / "vocab_map.safetensors"
+    save_file({key: value for key, value in {**load_file(path), **changes}.items() if value is not None}, path)
+    with pytest.raises(ArtifactError, match=message):
+        export_draft(run, trained[1])
+    assert not run.export.exists()
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
         ("fc.weight", None, "fc.weight is missing"),
         ("norm.weight", torch.ones(H + 1), r"norm.weight is \[33\], wanted \[32\]"),
-        ("norm.weight", torch.full((H,), float("nan")), "norm.weight is not finite"),
-        ("fc.weight", torch.zeros(H, 3 * H), "fc.weight is all zero"),
+        ("norm.weight", torch.full((H,), float("nan")).bfloat16(), "norm.weight is not finite"),
+        ("fc.weight", torch.zeros(H, 3 * H).bfloat16(), "fc.weight is all zero"),
         ("embed_tokens.weight", torch.ones(V, H), "embed_tokens.weight is not expected"),
+        ("norm.weight", torch.ones(H), "norm.weight is torch.float32, wanted torch.bfloat16"),
         ("d2t", torch.arange(D), "offsets"),
         ("t2d", None, "t2d is missing"),
     ],
@@ -142,6 +200,7 @@ def test_a_spoilt_tensor_is_refused_by_name(exported: Path, name: str, change: t
         ("eagle_aux_hidden_state_layer_ids", [1, 3, 4], "wanted .2, 4, 5."),
         ("draft_vocab_size", None, "draft_vocab_size"),
         ("surprise", 1, "surprise is not expected"),
+        ("dtype", "float16", "dtype is 'float16', wanted 'bfloat16' or 'float32'"),
         ("tie_word_embeddings", True, "tie_word_embeddings is true, wanted false"),
     ],
 )
@@ -173,5 +232,34 @@ def test_the_manifest_and_the_card_say_what_it_is(trained: tuple[RunFolder, RunC
     assert (run.export / "manifest.json").read_bytes() == before
     assert {entry.path for entry in manifest.files} == {"config.json", "model.safetensors", "README.md"}
     card = (run.export / "README.md").read_text()
-    assert "accept length" in card
-    assert "6 replies" in card
+    assert "6 replies of the target" in card
+    replays = [json.loads(line) for line in (run.draft / "metrics.jsonl").read_text().splitlines()]
+    (best,) = [row for row in replays if row["kind"] == "heldout" and row["step"] == manifest.figures["step"]]
+    assert f"**{best['accept_length']:.3f}** ({best['accepted']} accepted in {best['verifications']} verifications)" in card
+    assert f"| a | {best['per_dataset']['a']['accept_length']:.3f} | {best['per_dataset']['a']['verifications']} |" in card
+
+
+def test_the_card_states_data_with_licences_and_the_targets_own(trained: tuple[RunFolder, RunConfig], tmp_path: Path) -> None:
+    """A licence that the config leaves out is the source's own, as phase 1 wrote it down."""
+    run = RunFolder(tmp_path / "run")
+    shutil.copytree(trained[0].root, run.root)
+    target = shutil.copytree(trained[1].target.model, tmp_path / "target")
+    (target / "README.md").write_text("---\nlicense: other\nlicense_name: modified-mit\n---\n# A model\n")
+    datasets = [{"name": "a", "source": "package:mt-bench"}, {"name": "b", "source": "hub:x/y", "license": "CC-BY-4.0"}]
+    config = RunConfig.model_validate(
+        {**trained[1].model_dump(), "prompts": {"datasets": datasets}, "target": {"model": str(target)}}
+    )
+    run.prompts("a").mkdir(parents=True)
+    common = {"stage": "prepare", "stage_version": 1, "fingerprint": "0" * 64, "counts": Counts.of(done=6)}
+    Manifest(**common, figures={"license": "Apache-2.0"}).write(run.prompts("a"))
+    merged = load_manifest(run.merged)
+    figures = {"per_dataset": {"a": {"train": {"records": 6, "tokens": 1440}}}, "coverage": {"train": 0.987}}
+    merged.model_copy(update={"figures": figures}).write(run.merged)
+    export_draft(run, config)
+    card = (run.export / "README.md").read_text()
+    assert yaml.safe_load(card.split("---\n")[1])["license"] == "other"
+    assert "| a | `package:mt-bench` | Apache-2.0 | 6 | 1,440 |" in card
+    assert "| b | `hub:x/y` | CC-BY-4.0 | – | – |" in card
+    assert "the target's licence (modified-mit)" in card
+    assert "98.7% of the train tokens" in card
+    assert "--speculative-num-draft-tokens 4" in card

@@ -248,7 +248,8 @@ def test_a_phase_may_follow_what_is_finished(finished_run: RunFolder) -> None:
 @pytest.mark.parametrize(
     ("sections", "wanted"),
     [
-        ({"benchmark": {"sets": ["heldout", "mt-bench"]}}, "source is 'mt-bench', wanted file:PATH, hub:ID or package:NAME"),
+        ({"benchmark": {"sets": ["heldout", "mt_bench"]}}, "'mt_bench' is none of bfcl, gsm8k, .*, mt-bench; correct it"),
+        ({"benchmark": {"sets": ["gsm8k"]}}, "hub:.*gsm8k.* cannot be fetched: HF_HUB_OFFLINE .* give file:PATH"),
         ({"benchmark": {"sets": ["package:nope"]}}, "source package:nope is not known"),
         ({"benchmark": {"sets": ["heldout", "heldout"]}}, "give one name twice: heldout"),
         ({"benchmark": {"max_new_tokens": 512}}, "benchmark.max_new_tokens is 512, the target's context is 512 tokens"),
@@ -259,7 +260,7 @@ def test_a_phase_may_follow_what_is_finished(finished_run: RunFolder) -> None:
             "is a tree, the embedded engine drafts chains",
         ),
         ({"prompts": {"heldout_share": 0}}, "prompts.heldout_share is 0"),
-        ({"prompts": {"decontaminate_against": ["nope"]}}, "source is 'nope', wanted file:PATH"),
+        ({"prompts": {"decontaminate_against": ["nope"]}}, "'nope' is none of bfcl, .*give package:NAME, hub:ID or file:PATH"),
         ({"hidden": {"source": "sglang"}}, "hidden.source sglang has no server"),
         ({"hidden": {"source": "vllm", "urls": ["http://127.0.0.1:1"]}}, "nowhere to read states from; set hidden.sink"),
         ({"hidden": {"source": "sglang", "urls": ["http://127.0.0.1:1"]}}, "or hidden.final_urls"),
@@ -277,6 +278,7 @@ def test_what_a_later_phase_would_refuse_is_refused_before_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     known = importlib.util.find_spec
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else known(name))
     changes = {section: raw_config.get(section, {}) | values for section, values in sections.items()}
     assert re.search(wanted, refused(config_file(**changes)))
