@@ -43,7 +43,7 @@ from eyas.target.spec import TargetSpec, load_target
 from eyas.workspace import RunFolder, exclusive
 
 STAGE = "benchmark"
-VERSION = 4
+VERSION = 5
 _CACHE_SLACK_TOKENS = 128
 """Per request in flight: rounding to pages, and drafts under way."""
 

@@ -133,6 +133,8 @@ def _sampling(sampling: dict[str, Any] | None) -> str:
 
 
 def _power(sampling: dict[str, Any]) -> str:
+    if "power" not in sampling:  # measured by an older version
+        return ""
     share = sampling["found_share"]
     if share is None:
         return "So few replies find no fault reliably: raise `benchmark.sampled_replies`."
