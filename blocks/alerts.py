@@ -17,6 +17,7 @@ AlertEvent = Literal[
     "run finished",
     "decision wanted",
     "rehearsal failed",
+    "codecs tried",
     "learning curve",
     "draft deployed",
     "draft refused",

@@ -1,8 +1,9 @@
 """What later phases do while generation runs, where the rule of `eyas.operate.overlap` lets them.
 
 Datasets that are complete are extracted at once, in the same tasks that phase 4 would start (which then finds them
-cached), the first replies rehearse everything that follows, and some more of them give the learning curve. Nothing
-here can fail the run: what goes wrong is told, and phase 4 does the work again in its own time.
+cached), the first replies rehearse everything that follows, and some more of them give the figures of smaller
+hidden states and the learning curve. Nothing here can fail the run: what goes wrong is told, and phase 4 does the
+work again in its own time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from contextlib import asynccontextmanager
 from prefect.artifacts import acreate_markdown_artifact
 
 from eyas.manifest import Manifest
+from eyas.operate.codec_probe import RECORDS as CODEC_RECORDS
+from eyas.operate.codec_result import RESULT as CODECS
+from eyas.operate.codec_result import passed
 from eyas.operate.curve_result import RESULT as CURVE
 from eyas.operate.curve_result import advice
 from eyas.operate.learning_curve import needed_replies
@@ -26,7 +30,7 @@ from flows.phases import Job, extract_dataset
 from tasks.caching import run_task
 from tasks.events import emit
 from tasks.publish import artifact_key
-from tasks.rehearse import measure_learning_curve, rehearse_phases
+from tasks.rehearse import measure_codecs, measure_learning_curve, rehearse_phases
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +70,16 @@ async def _extract(job: Job, name: str, manifest: Manifest, one_at_a_time: async
 
 
 async def _first_replies(job: Job, is_over: asyncio.Event) -> None:
-    """Rehearse once, then measure the learning curve once, each as soon as there are replies enough."""
+    """Rehearse, try smaller hidden states and measure the learning curve, each once, as soon as there are replies enough."""
     if not (job.run.root / RESULT).is_file() and await _replies(job, RECORDS, is_over):
         await _rehearse(job)
+    one_at_a_time = asyncio.Lock()
+    works = []
+    if job.config.hidden.codec == "bf16" and not (job.run.hidden / CODECS).is_file():
+        works.append(_try_codecs(job, is_over, one_at_a_time))
     if job.config.operate.learning_curve_share and not (job.run.root / CURVE).is_file():
-        await _learn(job, is_over)
+        works.append(_learn(job, is_over, one_at_a_time))
+    await asyncio.gather(*works)
 
 
 async def _replies(job: Job, count: int, is_over: asyncio.Event) -> bool:
@@ -83,11 +92,26 @@ async def _replies(job: Job, count: int, is_over: asyncio.Event) -> bool:
     return True
 
 
-async def _learn(job: Job, is_over: asyncio.Event) -> None:
+async def _try_codecs(job: Job, is_over: asyncio.Event, one_at_a_time: asyncio.Lock) -> None:
+    try:
+        if not await _replies(job, CODEC_RECORDS, is_over):
+            return
+        async with one_at_a_time:
+            result = await run_task(measure_codecs, **job.shared)
+    except Exception as error:  # a run does without it: states are stored exactly
+        logger.warning("smaller hidden states not tried run=%s error=%s", job.run.root, error)
+        return
+    await asyncio.to_thread(job.keeper.refresh)
+    names = ", ".join(passed(result)) or "none"
+    emit("codecs tried", job.run.root, f"smaller hidden states that keep what a draft needs of this target: {names}; see the plan")
+
+
+async def _learn(job: Job, is_over: asyncio.Event, one_at_a_time: asyncio.Lock) -> None:
     try:
         if not await _replies(job, await asyncio.to_thread(needed_replies, job.run, job.config), is_over):
             return
-        result = await run_task(measure_learning_curve, **job.shared)
+        async with one_at_a_time:
+            result = await run_task(measure_learning_curve, **job.shared)
     except Exception as error:  # a run does without it
         logger.warning("no learning curve run=%s error=%s", job.run.root, error)
         return

@@ -1,4 +1,4 @@
-"""What the first replies tell of the phases to come: the rehearsal and the learning curve, as tasks."""
+"""What the first replies tell of the phases to come: the rehearsal, the codec probe and the learning curve, as tasks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ def rehearse_phases(run: Path, config: RunConfig) -> dict[str, Any]:
     from eyas.operate.rehearsal import rehearse
 
     return rehearse(RunFolder(run), config)
+
+
+@task(name="probe codecs", task_run_name="probe codecs")
+def measure_codecs(run: Path, config: RunConfig) -> dict[str, Any]:
+    """Measure on the first replies what smaller hidden states keep of this target; tried once."""
+    from eyas.operate.codec_probe import probe_codecs
+
+    return probe_codecs(RunFolder(run), config)
 
 
 @task(name="learning curve", task_run_name="learning curve")

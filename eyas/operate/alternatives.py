@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eyas.config import RunConfig
-from eyas.hidden.codec import CodecName
+from eyas.operate.codec_result import kept_in_words, passed
 from eyas.operate.forecast import Forecast, TargetSizes, forecast, whole_phase
 from eyas.operate.phases import Phase
 from eyas.operate.status import PhaseStatus
@@ -16,8 +16,6 @@ from eyas.operate.wording import size
 SUBSETS = (0.5, 0.25)
 WINDOW_SHARE = 0.25
 """Of all hidden states, what the plan offers to keep on disk at a time."""
-SMALLER_CODECS: tuple[CodecName, ...] = ("int4", "int4_top")
-"""What they keep of this target is measured by `benchmarks/codecs.py`."""
 
 
 def alternatives(
@@ -26,9 +24,11 @@ def alternatives(
     counted: Volumes,
     statuses: dict[Phase, PhaseStatus],
     curve: Mapping[str, Any] | None = None,
+    codecs: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """All prompts, subsets, a lower cap, smaller states, more servers: what each holds and costs in hours, GPU-hours and
-    disk, and the accept length that the learning curve `curve` expects of it; None: unknown."""
+    disk, and the accept length that the learning curve `curve` expects of it; None: unknown. Smaller states are
+    offered once they have passed this target's own probe, `codecs`."""
     base = forecast(config, sizes, counted, statuses)
     rows = [_row("all prompts, as configured", "", counted, base, config) | _expected(curve, 1.0)]
     for share in SUBSETS:
@@ -45,9 +45,10 @@ def alternatives(
         account = counted.scaled(1.0, caps=0.5)
         outlook = _instead(base, config, sizes, counted, account, statuses)
         rows.append(_row("replies capped at half", f"generation.max_new_tokens={max(caps) // 2}", account, outlook, config))
-    for codec in SMALLER_CODECS if config.hidden.codec == "bf16" else ():
+    for codec, row in passed(codecs).items() if config.hidden.codec == "bf16" else ():
         outlook = forecast(_with_hidden(config, codec=codec), sizes, counted, statuses)
-        rows.append(_row(f"hidden states in {codec}, once tried", f"hidden.codec={codec}", counted, outlook, config))
+        name = f"hidden states in {codec}: {kept_in_words(row)}"
+        rows.append(_row(name, f"hidden.codec={codec}", counted, outlook, config))
     whole = whole_phase("extract", _with_hidden(config, disk_budget=0), sizes, counted).disk_bytes
     budget = 0 if config.hidden.disk_budget else round(whole * WINDOW_SHARE)
     name = f"training extracts within {size(budget)}" if budget else "all hidden states stored, extracted once"
@@ -56,8 +57,8 @@ def alternatives(
     if config.server.kind == "sglang":
         num_servers = len(config.server.urls)
         outlook = _instead(base, config, sizes, counted, counted, statuses, speed=2.0)
-        row = _row(f"{2 * num_servers} servers instead of {num_servers}", "server.urls", counted, outlook, config)
-        rows.append(row | _expected(curve, 1.0))
+        more = _row(f"{2 * num_servers} servers instead of {num_servers}", "server.urls", counted, outlook, config)
+        rows.append(more | _expected(curve, 1.0))
     return rows
 
 

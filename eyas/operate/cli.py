@@ -98,6 +98,9 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="X",
         help="of the training records (default: operate.learning_curve_share), above 0, at most 1",
     )
+    _configured(
+        verbs, "probe-codecs", "measure on 200 replies what smaller hidden states keep of this target; the plan offers them"
+    )
     adopt = _configured(verbs, "adopt", "take up responses that another script has written: audit them, keep what is right")
     adopt.add_argument("--dataset", required=True, help="dataset whose prompts they answer")
     adopt.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON Lines with prompt ids, output ids, finish reason")

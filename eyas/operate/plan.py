@@ -22,6 +22,7 @@ from eyas.files import read_json, write_bytes, write_json
 from eyas.hidden.codec import bytes_per_token
 from eyas.manifest import now
 from eyas.operate.alternatives import alternatives
+from eyas.operate.codec_result import read_codecs, render_codecs
 from eyas.operate.curve_result import advice, read_curve
 from eyas.operate.forecast import Forecast, PhaseForecast, TargetSizes, forecast, sizes_of
 from eyas.operate.phases import TITLES, Phase
@@ -44,7 +45,8 @@ class PlanKeeper:
         self._run = run
         self._config = config
         self._every_s = every_s
-        self._sizes = sizes_of(load_target(config.target))
+        spec = load_target(config.target)
+        self._sizes, self._target = sizes_of(spec), spec.fingerprint
         self._lock = threading.RLock()
         self._written_s = 0.0
         previous = _previous(run)
@@ -88,7 +90,8 @@ class PlanKeeper:
         with self._lock:
             self._written_s = time.monotonic()
             status = read_status(self._run.root, work=self._work)
-            plan = make_plan(status, self._config, self._sizes, volumes(self._run, self._config), read_curve(self._run))
+            counted, codecs = volumes(self._run, self._config), read_codecs(self._run, self._target)
+            plan = make_plan(status, self._config, self._sizes, counted, read_curve(self._run), codecs)
             for item in plan["phases"]:
                 item["work"] = self._work.get(item["phase"], {})
             plan["decisions"] = self._decisions
@@ -103,9 +106,17 @@ class PlanKeeper:
 
 
 def make_plan(
-    status: RunStatus, config: RunConfig, sizes: TargetSizes, counted: Volumes, curve: Mapping[str, Any] | None = None
+    status: RunStatus,
+    config: RunConfig,
+    sizes: TargetSizes,
+    counted: Volumes,
+    curve: Mapping[str, Any] | None = None,
+    codecs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The plan as plain data; `priority` 1 is what is worked on or comes next. `curve` is the learning curve, once there is one."""
+    """The plan as plain data; `priority` 1 is what is worked on or comes next.
+
+    `curve` is the learning curve, `codecs` the codec probe, once there is one.
+    """
     statuses = {phase.phase: phase for phase in status.phases}
     outlook = forecast(config, sizes, counted, statuses)
     unfinished = [phase.phase for phase in status.phases if phase.state != "done"]
@@ -119,8 +130,11 @@ def make_plan(
             for item in outlook.phases
         ],
         "forecast": outlook.model_dump(exclude={"phases"}) | {"disk_free_bytes": status.disk["free_bytes"]},
-        "alternatives": [] if statuses["generate"].state == "done" else alternatives(config, sizes, counted, statuses, curve),
+        "alternatives": []
+        if statuses["generate"].state == "done"
+        else alternatives(config, sizes, counted, statuses, curve, codecs),
         "learning_curve": advice(curve) if curve else None,
+        "codecs": codecs if statuses["extract"].state != "done" else None,
     }
 
 
@@ -214,6 +228,8 @@ def render_plan(plan: dict[str, Any]) -> str:
             lines.append("| " + " | ".join(cells) + " |")
     if plan["learning_curve"]:
         lines += ["", "## Learning curve", "", f"{plan['learning_curve'][0].upper()}{plan['learning_curve'][1:]}."]
+    if plan["codecs"]:
+        lines += ["", "## Smaller hidden states", "", render_codecs(plan["codecs"])]
     if plan["decisions"]:
         lines += ["", "## Decisions", ""]
         lines += [f"- {item['at']} {item['who']}: **{item['what']}** ({item['why']})" for item in plan["decisions"]]

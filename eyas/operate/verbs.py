@@ -180,6 +180,30 @@ def learning_curve_verb(options: argparse.Namespace, api_key: str) -> int:
     return 0
 
 
+def probe_codecs_verb(options: argparse.Namespace, api_key: str) -> int:
+    """Measure on the run's first replies what smaller hidden states keep of this target, and print it."""
+    from contextlib import nullcontext
+
+    from eyas.operate.codec_probe import probe_codecs
+    from eyas.operate.codec_result import render_codecs
+    from eyas.operate.hosts import host_of
+    from eyas.operate.plan import PlanKeeper
+    from eyas.operate.terminal import terminal
+    from eyas.workspace import exclusive
+
+    config = read_config(options)
+    run = RunFolder(options.run)
+    require_finished(run, "prepare", [run.prompts(item.name) for item in config.prompts.datasets], for_what="eyas probe-codecs")
+    # One host has one mode at a time: a run that generates on it must not lose its servers to us.
+    with exclusive(run.root / ".lock", f"run {run.root}"), terminal() as screen:
+        host = host_of(run, config, api_key=server_api_key(config, api_key), say=screen.say)
+        with nullcontext() if config.hidden.urls else host.serving("extract"):
+            result = probe_codecs(run, config, report=screen.report)
+    PlanKeeper(run, config).refresh()
+    print(render_codecs(result))
+    return 0
+
+
 def adopt_verb(options: argparse.Namespace, api_key: str) -> int:
     """Audit another script's responses and keep what passes; 3 if nothing does."""
     from eyas.generation.adopt import adopt

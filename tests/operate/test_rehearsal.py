@@ -7,19 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 from eyas.config import RunConfig
 from eyas.draft import curve
 from eyas.errors import ArtifactError, EyasError
 from eyas.files import read_json, write_json
 from eyas.generation.records import journal_line
-from eyas.operate import learning_curve
+from eyas.hidden.store.codecs import decode, encode
+from eyas.operate import codec_probe, learning_curve
 from eyas.operate.pipeline import open_run
 from eyas.operate.rehearsal import first_replies, rehearse
 from eyas.workspace import RunFolder
 from tests.generation.conftest import tokenized_rows
-from tests.hidden.tiny import build_weights, greedy
+from tests.hidden.tiny import build_weights, greedy, load_plain, plain_states
 from tests.sglang.tiny import build_target, tiny_config, write_prompts
 
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -113,6 +116,44 @@ def test_the_learning_curve_of_a_run_that_generates_is_that_of_its_first_replies
     assert 2 <= result["points"][-1]["records"] < 24, "held-out replies among them stay held out"
     left = {path.name for path in run.root.rglob("*") if path.is_file()} - {path.name for path in before}
     assert left == {"learning-curve.json", ".learning-curve.lock"}, "nothing else stays"
+
+
+def test_codecs_are_probed_on_the_first_replies_as_the_target_itself_says(
+    run: RunFolder, config: RunConfig, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec_probe, "RECORDS", 24)
+    before = {path for path in run.root.rglob("*") if path.is_file()}
+    result = codec_probe.probe_codecs(run, config)
+    assert (result["records"], result["draft"]) == (16, None), "8 of each dataset that has replies; the third has none yet"
+    assert list(result["codecs"]) == ["fp8", "int4"], "top-k probabilities need the merge"
+    same, errors = 0, []
+    for dataset in ("a", "b"):
+        rows = [entry for entry in journaled(run, dataset) if "output_ids" in entry][:8]
+        prompts = {row["id"]: row for row in prompt_rows(run, dataset)}
+        states = [plain_states(weights, [*prompts[row["id"]]["input_ids"], *row["output_ids"]]) for row in rows]
+        aux, final = (torch.cat(part).bfloat16() for part in zip(*states, strict=True))
+        decoded = decode("aux", encode("aux", aux, "int4"), slice(None), "int4").float()
+        rms = aux.float().square().mean(0).sqrt()
+        errors.append(((decoded - aux.float()) / rms).square().mean(0)[:32].mean())
+        coded = decode("final", encode("final", final, "fp8"), slice(None), "fp8")
+        head = load_plain(weights).lm_head.weight
+        first = 0
+        for own, _ in states:
+            part = slice(first + len(own) - 13, first + len(own) - 1)  # the rows before its twelve generated tokens
+            same += int(((coded[part].float() @ head.T).argmax(-1) == (final[part].float() @ head.T).argmax(-1)).sum())
+            first += len(own)
+    int4 = result["codecs"]["int4"]
+    assert int4["agreement"] == pytest.approx(same / (16 * 12), abs=1e-4)
+    assert int4["aux_error"][0] == pytest.approx(float(torch.stack(errors).mean().sqrt()), rel=0.01)
+    assert int4["faults"][0] == "16 of 24 replies"
+    assert read_json(run.hidden / "codecs.json") == result
+    left = {path.name for path in run.root.rglob("*") if path.is_file()} - {path.name for path in before}
+    assert left == {"codecs.json", ".codec-probe.lock"}, "nothing else stays"
+
+
+def prompt_rows(run: RunFolder, dataset: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(run.prompts(dataset) / "prompts.parquet", columns=["id", "input_ids"]).to_pylist()
+    return rows
 
 
 def journaled(run: RunFolder, dataset: str) -> list[dict[str, Any]]:

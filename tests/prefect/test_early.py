@@ -93,6 +93,31 @@ async def test_a_rehearsal_that_went_well_is_not_repeated(paper: Paper, run: str
     assert Path(run, "rehearsal.json").is_file()
 
 
+async def test_smaller_states_are_tried_once_while_generation_runs_and_told(
+    paper: Paper, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr("flows.early.emit", lambda alert, run, message: told.append((alert, message)))
+    monkeypatch.setattr("flows.early.CODEC_RECORDS", 1)
+    Path(run, "hidden").mkdir(parents=True, exist_ok=True)
+    Path(run, "rehearsal.json").write_text("{}")  # the rehearsal has been
+
+    def probe_codecs(run: Any, config: Any) -> dict[str, Any]:
+        paper.made["codecs"] += 1
+        (run.hidden / "codecs.json").write_text("{}")
+        return {"codecs": {"fp8": {"faults": []}, "int4": {"faults": ["states off by 20%"]}}}
+
+    monkeypatch.setattr("eyas.operate.codec_probe.probe_codecs", probe_codecs)
+    paper.holds["B1_glaive"] = asyncio.Event()
+    work = asyncio.create_task(run_pipeline(run, config_with(operate=OVERLAP), until="merge"))
+    await asyncio.wait_for(happens(paper, "codecs"), 60)
+    paper.holds["B1_glaive"].set()
+    assert (await work).is_completed()
+    assert told == [("codecs tried", "smaller hidden states that keep what a draft needs of this target: fp8; see the plan")]
+    assert (await run_pipeline(run, config_with(operate=OVERLAP), until="generate")).is_completed()
+    assert paper.made["codecs"] == 1
+
+
 async def test_the_learning_curve_is_measured_once_while_generation_runs_and_told(
     paper: Paper, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
