@@ -1,7 +1,7 @@
 """Accept length: the one definition, from raw counts, with an interval.
 
 Accept length = tokens per *verification*, bonus included = 1 + Σ accepted / Σ verifications, pooled
-over requests. The token of the prefill belongs to no verification, and drafts past the stop token do
+over requests. The token of the prefill belongs to no verification, and drafts past the end of the reply do
 not count. SGLang's own `spec_accept_length` counts the prefill's token (8/7 with nothing accepted), so
 it is never used; raw counts are stored beside every figure.
 """
@@ -56,12 +56,15 @@ def pool(counts: Iterable[AcceptCounts]) -> AcceptCounts:
 def counts_from_sglang(meta_info: Mapping[str, Any]) -> AcceptCounts:
     """Counts of one reply of SGLang or of the embedded engine, by `spec_verify_ct` and `spec_num_correct_drafts`.
 
+    SGLang counts all that a reply's last verification accepts, also past the stop token or the cap (0.5.23,
+    batch_result_processor.py); only what is part of the reply counts here. The histogram stays as the server gives it.
     Raises `ServerError` where they are absent: then the server runs without a draft.
     """
     try:
+        verifications, accepted = int(meta_info["spec_verify_ct"]), int(meta_info["spec_num_correct_drafts"])
         return AcceptCounts(
-            verifications=int(meta_info["spec_verify_ct"]),
-            accepted=int(meta_info["spec_num_correct_drafts"]),
+            verifications=verifications,
+            accepted=min(accepted, int(meta_info["completion_tokens"]) - verifications),
             histogram=tuple(meta_info.get("spec_correct_drafts_histogram") or ()),
         )
     except KeyError as error:

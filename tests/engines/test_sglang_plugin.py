@@ -1,4 +1,6 @@
-"""Our plugin inside real SGLang: one request gives both states, equal to its HTTP path and to the target's own."""
+"""Our plugin inside real SGLang: one request gives both states, equal to its HTTP path and to the target's own.
+
+Equal within what bf16 alone changes of the target's states, measured beside; on random ids that is up to 0.1 of a state."""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from eyas.hidden.sources.protocol import States
 from eyas.hidden.sources.sglang import AUX_FLAGS, SglangSource
 from eyas.hidden.sources.sglang_plugin import FOLDER_VARIABLE
 from eyas.hidden.sources.transformers import TransformersSource
@@ -29,6 +32,10 @@ def relative_error(ours: torch.Tensor, other: torch.Tensor) -> float:
     return float((ours.float() - other.float()).norm() / other.float().norm())
 
 
+def parts(states: States) -> list[torch.Tensor]:
+    return [states.final, *states.aux.chunk(3, -1)]
+
+
 def test_the_plugin_gives_both_states_of_every_token(sglang_python: Path, logs: Path, target: TargetSpec, tmp_path: Path) -> None:
     sink = tmp_path / "sink"
     install_entry_point(tmp_path / "site")
@@ -40,11 +47,13 @@ def test_the_plugin_gives_both_states_of_every_token(sglang_python: Path, logs: 
         source = SglangSource([url], final_urls=[], sink=sink, hidden_size=target.hidden_size, concurrency=3)
         seen = dict(source.extract(sequences))
         alone = source._rows(source._post(url, "over-http", sequences[0]), url, 3 * target.hidden_size)
-    own = dict(TransformersSource(target, dtype="float32", batch_tokens=2048, threads=1).extract(sequences))
+    own, rounded = (
+        dict(TransformersSource(target, dtype=dtype, batch_tokens=2048, threads=1).extract(sequences))
+        for dtype in ("float32", "bfloat16")
+    )
     torch.testing.assert_close(seen[0].aux, alone, rtol=0.02, atol=0.02)
     for index, sequence in enumerate(sequences):
         assert len(seen[index].aux) == len(seen[index].final) == len(sequence)
-        for ours, other in zip(seen[index].aux.chunk(3, -1), own[index].aux.chunk(3, -1), strict=True):
-            assert relative_error(ours, other) < 0.05
-        assert relative_error(seen[index].final, own[index].final) < 0.05
+        for ours, wanted, in_bf16 in zip(parts(seen[index]), parts(own[index]), parts(rounded[index]), strict=True):
+            assert relative_error(ours, wanted) < 2 * relative_error(in_bf16, wanted) + 0.01
     assert list(sink.iterdir()) == []

@@ -28,6 +28,12 @@ def test_sglang_reply_with_nothing_accepted_is_1_although_it_says_more_itself() 
     assert counts_from_sglang(meta_info).accept_length == 1.0
 
 
+def test_drafts_that_sglang_accepts_past_the_end_of_a_reply_do_not_count() -> None:
+    """Eight tokens: one of the prefill, then 4 + 3, of which the last verification had accepted one more than were left."""
+    meta_info = {"spec_verify_ct": 2, "spec_num_correct_drafts": 7, "completion_tokens": 8}
+    assert counts_from_sglang(meta_info) == AcceptCounts(verifications=2, accepted=6)
+
+
 def test_reply_without_counters_says_that_no_draft_runs() -> None:
     with pytest.raises(ServerError, match=r"spec_verify_ct.*EAGLE3"):
         counts_from_sglang({"id": "r1", "completion_tokens": 3})
