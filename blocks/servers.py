@@ -6,6 +6,7 @@ from prefect.blocks.core import Block
 from pydantic import Field, SecretStr
 
 from eyas.config import RunConfig
+from eyas.settings import ServerUrl
 
 
 class SGLangServer(Block):
@@ -16,7 +17,7 @@ class SGLangServer(Block):
     _description = "Running SGLang servers that serve the target. All must serve the same model with the same key."
     _code_example = 'SGLangServer(urls=["http://10.0.0.7:30000"], api_key="…").save("blackwell")'
 
-    urls: list[str] = Field(min_length=1, description='Base URL of every server, as a list: `["http://10.0.0.7:30000"]`.')
+    urls: list[ServerUrl] = Field(min_length=1, description='Base URL of every server, as a list: `["http://10.0.0.7:30000"]`.')
     api_key: SecretStr = Field(default=SecretStr(""), description="API key of the servers (--api-key); empty for none.")
     model: str = Field(default="", description="Model path or name the servers must serve; empty takes the target's.")
     max_concurrency: int = Field(default=0, ge=0, description="Requests in flight per server; 0 learns it from the server.")

@@ -15,6 +15,22 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, fiel
 _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 
 
+def server_url(url: str) -> str:
+    """`url`, if it is the base address of a server; raises `ValueError` otherwise."""
+    try:
+        parts = urlsplit(url)
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        is_usable = False
+    if not is_usable or any(character.isspace() for character in url) or parts.query or parts.fragment:
+        raise ValueError(f"{url!r} is no URL of a server, such as http://127.0.0.1:30000")
+    return url
+
+
+ServerUrl = Annotated[str, AfterValidator(server_url)]
+"""Base URL of a server: http or https, a host, a port if it is not the usual one."""
+
+
 def fit_for_a_form(schema: dict[str, Any]) -> None:
     """Say each property's numeric bounds at the end of its description, and its place (`position`, as Prefect's UI sorts)."""
     for position, field in enumerate(schema.get("properties", {}).values()):
@@ -23,21 +39,6 @@ def fit_for_a_form(schema: dict[str, Any]) -> None:
         if said:
             text = " and ".join(said)
             field["description"] = f"{field.get('description', '')} {text[0].upper()}{text[1:]}.".strip()
-
-
-def _server_url(value: str) -> str:
-    try:
-        parts = urlsplit(value)
-        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, or above 65535
-        is_url = False
-    if not is_url:
-        raise ValueError(f"{value!r} is no URL of a server, such as http://127.0.0.1:30000")
-    return value
-
-
-ServerUrl = Annotated[str, AfterValidator(_server_url)]
-"""Base URL of a server: http or https, a host, a port where it is not the usual one."""
 
 
 class Settings(BaseModel):

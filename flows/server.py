@@ -10,6 +10,7 @@ PREFECT_API_URL (or the active Prefect profile) is used instead. Analytics are o
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import socket
 import sys
@@ -56,6 +57,7 @@ def local_server(*, home: Path, port: int = 0, database_url: str = "") -> Iterat
     `database_url` (SQLAlchemy, async driver) replaces the SQLite file under `home`. Raises `ConfigError`
     if the port is in use, `ServerError` if the server does not come up.
     """
+    bypass_proxies_on_loopback()
     port = free_port(port)
     url = f"http://127.0.0.1:{port}/api"
     home.mkdir(parents=True, exist_ok=True)
@@ -73,6 +75,13 @@ def local_server(*, home: Path, port: int = 0, database_url: str = "") -> Iterat
                 raise ServerError(f"the Prefect server did not start: {last_lines(log) or 'no output'} (log {log})")
             time.sleep(0.1)
         yield url
+
+
+def bypass_proxies_on_loopback() -> None:
+    """Let Prefect's clients, here and in children, reach this machine directly where the environment names a proxy."""
+    for name in ("NO_PROXY", "no_proxy"):
+        hosts = [host for host in os.environ.get(name, "").split(",") if host.strip()]
+        os.environ[name] = ",".join(dict.fromkeys([*hosts, "127.0.0.1", "localhost"]))
 
 
 def is_healthy(url: str) -> bool:

@@ -73,7 +73,8 @@ def _servers(status: RunStatus, config: RunConfig) -> Iterator[tuple[AlertEvent,
         return
     for url in config.server.urls:
         try:
-            problem = "" if (code := httpx.get(f"{url.rstrip('/')}/ready", timeout=10.0).status_code) == 200 else f"answers {code}"
+            code = httpx.get(f"{url.rstrip('/')}/ready", timeout=10.0, trust_env=False).status_code
+            problem = "" if code == 200 else f"answers {code}"
         except httpx.HTTPError as error:
             problem = f"does not answer ({type(error).__name__})"
         if problem:

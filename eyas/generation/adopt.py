@@ -24,9 +24,10 @@ from eyas.config import RunConfig
 from eyas.errors import ConfigError, RecordError
 from eyas.files import read_json_lines
 from eyas.generation.asking import Record, clock
-from eyas.generation.dataset import DatasetRun, require_dataset
+from eyas.generation.dataset import STAGE, DatasetRun, require_dataset
 from eyas.generation.records import PENDING, Prompt, done_entry
 from eyas.generation.sampling import check_stop_tokens, record_seed, resolve_sampling
+from eyas.progress import Progress, Report, silent
 from eyas.sglang.replies import GenerateRequest, Reply, ReplyError, accept
 from eyas.target.rendering import Renderer
 from eyas.target.spec import load_target
@@ -59,18 +60,18 @@ class Audit:
         return [f"{self.rows} rows: {self.kept} kept ({share})", *refused]
 
 
-def adopt(run: RunFolder, config: RunConfig, dataset: str, files: list[Path]) -> Audit:
-    """Audit `files` against the prompts of `dataset` and journal what passes.
+def adopt(run: RunFolder, config: RunConfig, dataset: str, files: list[Path], report: Report = silent) -> Audit:
+    """Audit `files` against the prompts of `dataset`, journal what passes, and report where generation stands then.
 
     Raises `ConfigError` if a file cannot be read or another process generates into this run.
     """
     for path in files:
         if not path.is_file():
             raise ConfigError(f"{path} does not exist; give JSON Lines files of responses")
-    return asyncio.run(_adopt(run, config, dataset, files))
+    return asyncio.run(_adopt(run, config, dataset, files, report))
 
 
-async def _adopt(run: RunFolder, config: RunConfig, name: str, files: list[Path]) -> Audit:
+async def _adopt(run: RunFolder, config: RunConfig, name: str, files: list[Path], report: Report) -> Audit:
     require_dataset(config, run, name)
     spec = load_target(config.target)
     renderer = Renderer(spec, load_tokenizer(spec), config.target)
@@ -98,6 +99,10 @@ async def _adopt(run: RunFolder, config: RunConfig, name: str, files: list[Path]
             audit.kept += 1
             audit.with_reasoning += entry["spans"]["reasoning"] is not None
             audit.cut_by_length += reply.finish_reason == "length"
+        counts = dataset.counts()
+        figures: dict[str, float | int | str] = {"done": counts.done, "rejected": counts.rejected, "pending": counts.pending}
+        settled = counts.done + counts.rejected
+        report(Progress(stage=STAGE, name=name, done=settled, total=counts.num_in, unit="records", figures=figures))
     finally:
         await dataset.close()
     log.info("adopted dataset=%s rows=%d kept=%d refused=%s", name, audit.rows, audit.kept, dict(audit.refused))

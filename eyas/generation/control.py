@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from eyas.errors import ArtifactError
 from eyas.files import read_json, write_json
-from eyas.settings import Settings
+from eyas.settings import ServerUrl, Settings
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class Control(Settings):
     """The operator's wishes for a running session."""
 
     paused: bool = Field(default=False, description="True sends nothing new; what is in flight finishes.")
-    add_urls: list[str] = Field(default_factory=list, description="Servers that join the pool.")
+    add_urls: list[ServerUrl] = Field(default_factory=list, description="Servers that join the pool.")
     drain_urls: list[str] = Field(default_factory=list, description="Servers that finish what they hold and get nothing new.")
 
 

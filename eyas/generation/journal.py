@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,6 +27,7 @@ from eyas.workspace import exclusive
 log = logging.getLogger(__name__)
 
 _TAIL_BLOCK = 1 << 16
+_SEAL_BYTES = len(b',"crc":"00000000"}')
 
 
 class Journal:
@@ -173,8 +175,18 @@ def read_journal(path: Path) -> Iterator[tuple[int, int, bytes]]:
             offset += len(line)
 
 
+def sealed(data: bytes) -> bytes:
+    """A JSON object with the CRC-32 of its bytes as a last member `crc`, eight hexadecimal digits."""
+    return b'%s,"crc":"%08x"}' % (data[:-1], zlib.crc32(data))
+
+
 def parse_line(path: Path, offset: int, line: bytes) -> dict[str, object]:
-    """One journal line as an object; raises `ArtifactError` naming file and offset if it is damaged."""
+    """One journal line as an object; raises `ArtifactError` naming file and offset if it is damaged.
+
+    A line without a checksum, as earlier versions wrote them, is taken as it stands.
+    """
+    if line[-_SEAL_BYTES:].startswith(b',"crc":"') and sealed(line[:-_SEAL_BYTES] + b"}") != line:
+        raise ArtifactError(f"{path} at byte {offset}: a line inside the journal is not what was written (its checksum differs)")
     try:
         value = orjson.loads(line)
     except ValueError as error:

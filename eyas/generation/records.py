@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eyas.errors import ArtifactError
+from eyas.generation.journal import sealed
 from eyas.sglang.replies import Reply
 from eyas.target.reasoning import Spans
 
@@ -160,8 +161,8 @@ def reject_entry(prompt: Prompt, reason: str, detail: str, provenance: dict[str,
 
 
 def journal_line(entry: dict[str, Any]) -> bytes:
-    """An entry as one line of the journal."""
-    return orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE)
+    """An entry as one line of the journal, its checksum last."""
+    return sealed(orjson.dumps(entry)) + b"\n"
 
 
 def tokenized_line(dataset: str, prompt: Prompt, entry: dict[str, Any]) -> bytes:

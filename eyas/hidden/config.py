@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from eyas.hidden.codec import CodecName
-from eyas.settings import Settings
+from eyas.settings import ServerUrl, Settings
 
 
 class HiddenConfig(Settings):
@@ -17,7 +17,7 @@ class HiddenConfig(Settings):
         default="transformers",
         description="Who computes the states: transformers here, the SGLang servers of server.urls in aux mode, or vLLM servers.",
     )
-    urls: list[str] = Field(
+    urls: list[ServerUrl] = Field(
         default_factory=list,
         description="SGLang servers in aux mode beside those of server.urls, which go on generating (empty takes server.urls); "
         "or the servers of the vllm source.",
@@ -26,7 +26,7 @@ class HiddenConfig(Settings):
         default="",
         description="Folder that our plugin in SGLang, or vLLM's connector, writes states to; empty takes SGLang's plain HTTP.",
     )
-    final_urls: list[str] = Field(
+    final_urls: list[ServerUrl] = Field(
         default_factory=list, description="Without a sink: SGLang servers that give final states (one server gives aux or final)."
     )
     concurrency: int = Field(default=8, ge=1, description="Requests in flight of the sglang and vllm sources.")

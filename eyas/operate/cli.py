@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` starts us with SIGINT ignored
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # both end the run in the same clean way
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as does a terminal that closes, unless nohup has it ignored
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGINT))
     from eyas.errors import EyasError
     from eyas.operate import verbs
 

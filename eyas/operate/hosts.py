@@ -244,7 +244,9 @@ def check_server(url: str, config: RunConfig, *, api_key: str = "") -> str:
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        reply = httpx.get(f"{url.rstrip('/')}/model_info", headers=headers, timeout=config.server.connect_timeout_s)
+        reply = httpx.get(
+            f"{url.rstrip('/')}/model_info", headers=headers, timeout=config.server.connect_timeout_s, trust_env=False
+        )
     except httpx.HTTPError as error:
         return f"no answer ({error!r})"
     if reply.status_code == 401:

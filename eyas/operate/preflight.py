@@ -97,6 +97,7 @@ def check_values(spec: TargetSpec, config: RunConfig) -> None:
     """
     from eyas.merging.merge import dataset_names
     from eyas.merging.vocabulary import forced_tokens
+    from eyas.prompts.preparation import longest_prompt
 
     longest = _longest_context(spec, config)
     if config.target.context_length > longest:
@@ -120,6 +121,13 @@ def check_values(spec: TargetSpec, config: RunConfig) -> None:
         raise ConfigError(
             f"merging.draft_vocab_size is {size}, the target's end, think and tool tokens alone are {num_forced}; "
             "raise it: 8192 to 32768 is usual"
+        )
+    longest_prompt(spec, config.prompts)
+    tokens = config.server.engine.max_total_tokens
+    if config.server.kind == "embedded" and 0 < tokens < spec.context_length:
+        raise ConfigError(
+            f"server.engine.max_total_tokens is {tokens}, one request of target {spec.folder} may hold {spec.context_length}; "
+            "raise it, lower target.context_length, or set 0 to derive it from memory"
         )
     dataset_names(config)
     num_processes = config.draft.processes * config.draft.hosts

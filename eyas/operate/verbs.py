@@ -11,6 +11,7 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
 from rich.console import Console
 
 from eyas.config import RunConfig, apply_override, load_config, parse_config
@@ -208,16 +209,15 @@ def adopt_verb(options: argparse.Namespace, api_key: str) -> int:
     """Audit another script's responses and keep what passes; 3 if nothing does."""
     from eyas.generation.adopt import adopt
     from eyas.operate.pipeline import open_run
+    from eyas.progress import recorder
 
     config = read_config(options)
     run = open_run(options.run, config)
     require_finished(run, "prepare", [run.prompts(options.dataset)], for_what="eyas adopt")
-    audit = adopt(run, config, options.dataset, options.files)
+    audit = adopt(run, config, options.dataset, options.files, recorder(run.progress))
     print("\n".join(audit.lines()))
     if audit.kept:
-        print(
-            f"kept replies are done and count as soon as this runs, which asks for the others alone: eyas generate --run {run.root}"
-        )
+        print(f"kept replies are done; this asks for the others alone: eyas generate --run {run.root}")
     return 0 if audit.kept else 3
 
 
@@ -265,7 +265,7 @@ def probe_server_verb(options: argparse.Namespace, api_key: str) -> int:
 
 def control_verb(options: argparse.Namespace, api_key: str) -> int:
     """Change what the running session reads every second."""
-    from eyas.generation.control import read_control, write_control
+    from eyas.generation.control import Control, read_control, write_control
 
     _recorded_config(options.run)
     wishes = read_control(options.run)
@@ -274,7 +274,10 @@ def control_verb(options: argparse.Namespace, api_key: str) -> int:
         "add_urls": sorted({*wishes.add_urls, *options.add} - set(options.drain)),
         "drain_urls": sorted({*wishes.drain_urls, *options.drain} - set(options.add)),
     }
-    wishes = wishes.model_copy(update=update)
+    try:
+        wishes = Control.model_validate(update)
+    except ValidationError as error:
+        raise ConfigError(f"--add: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
     write_control(options.run, wishes)
     print(
         f"paused: {wishes.paused}; added: {', '.join(wishes.add_urls) or 'none'}; drained: {', '.join(wishes.drain_urls) or 'none'}"

@@ -2,7 +2,8 @@
 
 From the reference run come the names B1_glaive to B8_sweagent, the caps (10,240 tokens; B8 16,384) and
 the sum of 88,088 prompts. Which public dataset stands behind B2 to B7 and how the sum is shared out is
-this project's choice. Licences are the datasets' own cards' words; read them before you publish a draft.
+this project's choice. Licences are the words of the datasets' own pages (read in December 2026); read them again before
+you publish a draft.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ REFERENCE_DATASETS: tuple[DatasetConfig, ...] = (
         converter="messages",
         quota=13_000,
         max_rows=60_000,
-        license="see the dataset's card",
+        license="none stated (asked in huggingface/open-r1 issue 702); sources have their own",
     ),
     DatasetConfig(
         name="B5_openthoughts",

@@ -14,7 +14,7 @@ from eyas.prompts.config import PromptsConfig
 from eyas.prompts.contamination import Contamination, load_contamination
 from eyas.target.probe import TemplateTraits, probe_template
 from eyas.target.rendering import Renderer
-from eyas.target.spec import load_target
+from eyas.target.spec import TargetSpec, load_target
 from eyas.target.tokenizer import load_tokenizer
 
 CONTEXT_MARGIN = 8
@@ -34,8 +34,18 @@ class Preparation:
 
     @property
     def max_prompt_tokens(self) -> int:
-        room = self.renderer.spec.context_length - self.config.min_response_room - CONTEXT_MARGIN
-        return min(self.config.max_prompt_tokens or room, room)
+        return longest_prompt(self.renderer.spec, self.config)
+
+
+def longest_prompt(spec: TargetSpec, config: PromptsConfig) -> int:
+    """Tokens that a prompt may have; raises `ConfigError` where the context leaves room for none."""
+    room = spec.context_length - config.min_response_room - CONTEXT_MARGIN
+    if room < 1:
+        raise ConfigError(
+            f"the target's context of {spec.context_length} tokens leaves no room for a prompt beside prompts.min_response_room = "
+            f"{config.min_response_room} and a margin of {CONTEXT_MARGIN}; lower it, or raise target.context_length"
+        )
+    return min(config.max_prompt_tokens or room, room)
 
 
 def load_preparation(config: RunConfig) -> Preparation:
@@ -59,15 +69,10 @@ def _load_preparation(config_json: str, tokenizer_fingerprint: str, benchmarks_d
     config = RunConfig.model_validate_json(config_json)
     spec = load_target(config.target)
     renderer = Renderer(spec, load_tokenizer(spec), config.target)
-    preparation = Preparation(
+    longest_prompt(spec, config.prompts)
+    return Preparation(
         renderer=renderer,
         traits=probe_template(renderer),
         contamination=load_contamination(config.prompts.decontaminate_against, config.prompts.contamination_ngram),
         config=config.prompts,
     )
-    if preparation.max_prompt_tokens < 1:
-        raise ConfigError(
-            f"the target's context of {spec.context_length} tokens leaves no room for a prompt beside prompts.min_response_room = "
-            f"{config.prompts.min_response_room} and a margin of {CONTEXT_MARGIN}; lower it"
-        )
-    return preparation

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 
 from eyas.errors import ConfigError, EyasError, ServerError
+from eyas.settings import server_url
 from eyas.sglang.config import ServerConfig
 from eyas.sglang.replies import Decode, GenerateRequest, Reply, accept
 
@@ -65,6 +66,7 @@ class SGLangClient:
         self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
+            server_url(self.url)
             self._http = httpx.AsyncClient(
                 base_url=self.url,
                 headers=headers,
@@ -78,7 +80,9 @@ class SGLangClient:
                 trust_env=False,
             )
         except (httpx.InvalidURL, ValueError) as error:
-            raise ConfigError(f"server URL {url!r} is not usable ({error}); wanted for instance http://127.0.0.1:30000") from error
+            raise ConfigError(
+                f"server URL {url!r} is not usable: {error}; correct server.urls, or the option that names it"
+            ) from error
 
     async def __aenter__(self) -> SGLangClient:
         return self

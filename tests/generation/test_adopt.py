@@ -8,6 +8,7 @@ from typing import Any
 
 from eyas.generation.adopt import adopt
 from eyas.generation.session import generate
+from eyas.progress import Progress
 from eyas.workspace import RunFolder
 from tests.generation.conftest import tokenized_rows
 from tests.sglang.loopback import LoopbackServer
@@ -61,7 +62,9 @@ async def test_rows_are_kept_or_refused_by_reason_and_only_the_rest_is_generated
     prompts = write_prompts(run, config, "a", 10)
     path = tmp_path / "old.jsonl"
     path.write_bytes(b"\n".join(json.dumps(row).encode() for row in rows_for(prompts)) + b"\nbroken\n" + b"[" * 100_000)
-    audit = await asyncio.to_thread(adopt, run, config, "a", [path])
+    told: list[Progress] = []
+    audit = await asyncio.to_thread(adopt, run, config, "a", [path], told.append)
+    assert [(item.stage, item.name, item.done, item.total, item.is_final) for item in told] == [("generate", "a", 3, 10, False)]
     assert dict(audit.refused) == EXPECTED
     assert (audit.rows, audit.kept, audit.cut_by_length) == (17, 3, 1)
     assert audit.examples["text_only"].startswith("old.jsonl:5")

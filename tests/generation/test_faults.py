@@ -150,7 +150,7 @@ async def test_a_server_slower_than_every_deadline_still_gets_its_replies_throug
     assert (manifest.counts.done, manifest.counts.rejected) == (6, 0)
 
 
-@pytest.mark.parametrize("fault", ["status:401", "redirect"])
+@pytest.mark.parametrize("fault", ["status:401", "status:403", "redirect"])
 async def test_a_wrong_key_or_url_stops_the_run_with_a_message(fault: str, target: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"api_key_file|server\.urls"):
         await run_with([fault], target, tmp_path, only_once=False)

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 from pathlib import Path
@@ -17,7 +18,7 @@ import psutil
 import pytest
 
 from eyas.errors import ArtifactError, ConfigError, StorageError
-from eyas.generation.journal import Journal, cut_torn_tail, parse_line, read_journal
+from eyas.generation.journal import Journal, cut_torn_tail, parse_line, read_journal, sealed
 
 WHOLE = b'{"id":"1"}\n{"id":"2","t":"\xe2\x80\xa8"}\n'
 
@@ -61,6 +62,24 @@ def test_a_whole_line_that_is_no_record_is_named_and_never_joined(line: bytes, t
     with pytest.raises(ArtifactError, match=f"byte {len(WHOLE)}"):
         parse_line(path, offset, bad)
     assert parse_line(path, 0, last)["id"] == "9"
+
+
+def test_any_byte_that_is_not_what_was_written_is_found(tmp_path: Path) -> None:
+    """A digit that was edited, or a bit that flipped on the disk, would still be JSON and another training token."""
+    line = sealed(b'{"id":"7","output_ids":[41,5]}')
+    assert parse_line(tmp_path, 0, line) == {"id": "7", "output_ids": [41, 5], "crc": json.loads(line)["crc"]}
+    for position in range(len(line)):
+        for bit in (1, 2, 16):
+            changed = bytearray(line)
+            changed[position] ^= bit
+            with contextlib.suppress(ArtifactError):  # raised but where the checksum's own name was hit
+                value = parse_line(tmp_path, 0, bytes(changed))
+                assert b',"crc":"' not in changed
+                assert (value["id"], value["output_ids"]) == ("7", [41, 5])
+
+
+def test_a_line_without_a_checksum_is_taken_as_earlier_versions_wrote_it(tmp_path: Path) -> None:
+    assert parse_line(tmp_path, 0, b'{"id":"7","output_ids":[41,5]}')["output_ids"] == [41, 5]
 
 
 def test_opening_a_long_journal_reads_its_tail_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

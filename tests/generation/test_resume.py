@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -20,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from eyas.config import RunConfig
-from eyas.errors import ConfigError
+from eyas.errors import ArtifactError, ConfigError
 from eyas.generation.session import GenerationSession, generate
 from eyas.workspace import RunFolder
 from tests.generation.conftest import journal_entries, tokenized_rows, until
@@ -192,3 +193,36 @@ async def test_a_server_that_computes_something_else_is_refused_on_resume(target
         write_prompts(run, config, "a", 7)
         with pytest.raises(ConfigError, match="not the target that this run began with"):
             await generate(run, config, urls=[server.url])
+
+
+async def test_a_digit_edited_in_the_journal_is_found_and_its_record_generated_again(target: Path, tmp_path: Path) -> None:
+    config = tiny_config(target, {"a": 60})
+    run = RunFolder(tmp_path).create()
+    write_prompts(run, config, "a", 6)
+    with LoopbackServer(target) as server:
+        await generate(run, config, urls=[server.url])
+        expected = (run.responses("a") / "tokenized_data.jsonl").read_bytes()
+        (journal,) = run.responses("a").glob("journal-*.jsonl")
+        lines = journal.read_bytes().split(b"\n")
+        first, edited = json.loads(lines[2])["output_ids"], json.loads(lines[2])["id"]
+        lines[2] = lines[2].replace(b'"output_ids":[%d,' % first[0], b'"output_ids":[%d,' % (first[0] ^ 1))
+        journal.write_bytes(b"\n".join(lines))
+        (run.responses("a") / "manifest.json").unlink()
+        manifest = (await generate(run, config, urls=[server.url]))["a"]
+        assert [payload["rid"].split("-")[1] for payload in server.payloads[6:]] == [edited]
+    assert manifest.figures["bad_journal_lines"] == 1
+    assert (run.responses("a") / "tokenized_data.jsonl").read_bytes() == expected
+
+
+async def test_a_digit_edited_in_the_prompts_is_refused(target: Path, tmp_path: Path) -> None:
+    config = tiny_config(target, {"a": 60})
+    run = RunFolder(tmp_path).create()
+    write_prompts(run, config, "a", 6)
+    path = run.prompts("a") / "prompts.parquet"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with LoopbackServer(target) as server:
+        with pytest.raises(ArtifactError, match="differs from the digest in its manifest; run phase 'prepare' again"):
+            await generate(run, config, urls=[server.url])
+        assert server.payloads == []

@@ -138,8 +138,14 @@ sys.exit(cli.main(sys.argv[1:-1]))
 """
 
 
-@pytest.mark.parametrize("at_start", [signal.SIG_DFL, signal.SIG_IGN], ids=["in front", "behind a shell's &"])
-def test_interrupt_ends_children_and_says_how_to_go_on(config_file: object, tmp_path: Path, at_start: signal.Handlers) -> None:
+@pytest.mark.parametrize(
+    ("at_start", "number"),
+    [(signal.SIG_DFL, signal.SIGTERM), (signal.SIG_IGN, signal.SIGTERM), (signal.SIG_DFL, signal.SIGHUP)],
+    ids=["in front", "behind a shell's &", "its terminal closes"],
+)
+def test_interrupt_ends_children_and_says_how_to_go_on(
+    config_file: object, tmp_path: Path, at_start: signal.Handlers, number: signal.Signals
+) -> None:
     note, run = tmp_path / "child.pid", tmp_path / "run"
     words = ["prepare", "--config", str(config_file()), "--run", str(run)]  # type: ignore[operator]
     process = subprocess.Popen(
@@ -154,7 +160,7 @@ def test_interrupt_ends_children_and_says_how_to_go_on(config_file: object, tmp_
         assert process.poll() is None, process.stderr.read() if process.stderr else ""
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)  # which the command line turns into a SIGINT of its own
+    process.send_signal(number)  # which the command line turns into a SIGINT of its own
     _, err = process.communicate(timeout=240)
     assert process.returncode == 130, err
     assert f"To continue: eyas prepare --config {words[2]} --run {run}" in err

@@ -165,6 +165,25 @@ def test_server_of_another_model(config_file: Write, refused: Callable[..., str]
     assert "server.urls" in line
 
 
+@pytest.mark.parametrize(
+    "url", ["ftp://127.0.0.1:30000", "127.0.0.1:30000", "http://", "http://a:0", "http://a:99999", "http://[::1", "http://a b", ""]
+)
+@pytest.mark.parametrize("key", ["server.urls", "hidden.urls", "hidden.final_urls", "benchmark.draft_urls"])
+def test_what_is_no_address_of_a_server(url: str, key: str, config_file: Write, refused: Callable[..., str]) -> None:
+    line = refused(config_file(), "--set", f"{key}={json.dumps([url])}")
+    assert f"{key}.0" in line
+    assert "is no URL of a server" in line
+
+
+def test_a_proxy_in_the_environment_is_not_asked_for_a_server(
+    config_file: Write, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with model_server({"model_path": "/models/other"}) as url:
+        assert "serves /models/other" in refused(config_file(server={"kind": "sglang", "urls": [url]}))
+
+
 def test_server_that_refuses_the_key(config_file: Write, refused: Callable[..., str]) -> None:
     with model_server({"error": "Unauthorized"}, status=401) as url:
         assert "EYAS_API_KEY" in refused(config_file(server={"kind": "sglang", "urls": [url]}))
@@ -184,6 +203,10 @@ def test_what_is_right_passes(config_file: Write, tmp_path: Path, capsys: pytest
         ("generation.sampling.stop_token_ids=[1, -2]", "stop_token_ids holds -2, the tokenizer of target"),
         ("merging.draft_vocab_size=65", "draft_vocab_size is 65, the vocabulary of target"),
         ("target.context_length=513", "context_length is 513, "),
+        ("target.context_length=72", "context of 72 tokens leaves no room for a prompt"),
+        ("target.context_length=-1", "target.context_length: Input should be greater than or equal to 0"),
+        ("server.engine.max_total_tokens=1", "max_total_tokens is 1, one request of target"),
+        ("server.engine.max_total_tokens=511", "may hold 512"),
         ("target.chat_template_kwargs={tokenize: true}", "chat_template_kwargs sets 'tokenize'"),
         ("merging.mixture={B9: 2.0}", "mixture names B9"),
     ],

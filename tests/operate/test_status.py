@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -169,3 +170,14 @@ def test_recorder_keeps_the_last_message_and_a_thinned_history(tmp_path: Path, m
 def test_recorder_survives_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     recorder(tmp_path / "file" / "progress")(Progress(stage="train", done=1, total=2, unit="steps"))
+
+
+def test_adopted_replies_are_counted_at_once(run: RunFolder) -> None:
+    """They lie in a journal, without a manifest: generation has begun, and nobody works on it."""
+    recorder(run.progress)(Progress(stage="generate", name="B1_calls", done=3, total=10, unit="records", figures={"rejected": 0}))
+    path = run.progress / "generate-B1_calls.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pid": 2**22 + 1}))  # `eyas adopt` has ended
+    status = read_status(run.root)
+    generate = next(phase for phase in status.phases if phase.phase == "generate")
+    assert (generate.state, generate.counts) == ("stopped", {"in": 10, "done": 3, "rejected": 0, "pending": 7})
+    assert next(item for item in status.datasets if item.dataset == "B1_calls").responses["pending"] == 7

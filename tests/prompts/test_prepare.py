@@ -11,12 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from eyas.config import RunConfig
 from eyas.errors import ArtifactError, ConfigError, TooManyRejects
 from eyas.manifest import Manifest, load_manifest, verify_manifest
 from eyas.progress import Progress
 from eyas.prompts import candidates, prepare
+from eyas.prompts.config import DatasetConfig, PromptsConfig
 from eyas.prompts.preparation import CONTEXT_MARGIN
 from eyas.prompts.store import SCHEMA, read_prompts
+from eyas.target.config import TargetConfig
 from eyas.workspace import RunFolder
 from tests.prompts.conftest import chat, read_rejects, write_rows
 from tests.target.tiny_target import CHATML, QWEN3, write_target
@@ -29,10 +32,6 @@ def _rows(seed: int, num_rows: int) -> list[dict[str, Any]]:
     return [
         chat(*(" ".join(rng.choices(_WORDS, k=rng.randint(4, 25))) for _ in range(rng.choice([1, 2, 3])))) for _ in range(num_rows)
     ]
-
-
-def _digests(run: RunFolder, names: list[str]) -> dict[str, str]:
-    return {f"{name}/{entry.path}": entry.sha256 for name in names for entry in load_manifest(run.prompts(name)).files}
 
 
 def test_prompts_have_the_documented_schema_order_and_content(prepared, tmp_path: Path, target: Path) -> None:
@@ -157,22 +156,6 @@ def test_another_seed_chooses_others(tmp_path: Path, make_config) -> None:
     assert chosen[0] != chosen[1]
 
 
-def test_the_same_input_gives_the_same_bytes_whatever_the_order_of_work(
-    tmp_path: Path, make_config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = {name: write_rows(tmp_path / f"{name}.jsonl", _rows(seed, 150)) for seed, name in enumerate(("A", "B"))}
-    config = make_config(paths)
-    first = RunFolder(tmp_path / "one")
-    prepare.prepare(first, config)
-    monkeypatch.setattr(candidates, "_BATCH_ROWS", 7)
-    monkeypatch.setenv("RAYON_NUM_THREADS", "1")
-    second = RunFolder(tmp_path / "two")
-    prepare.prepare_candidates(second, config, "B")
-    prepare.prepare_candidates(second, config, "A")
-    prepare.select_prompts(second, config)
-    assert _digests(first, ["A", "B"]) == _digests(second, ["A", "B"])
-
-
 def test_finished_work_is_kept_and_damaged_work_is_done_again(tmp_path: Path, make_config) -> None:
     path = write_rows(tmp_path / "rows.jsonl", _rows(3, 60))
     run, config = RunFolder(tmp_path / "run"), make_config({"B": path})
@@ -191,39 +174,77 @@ def test_finished_work_is_kept_and_damaged_work_is_done_again(tmp_path: Path, ma
 
 
 def _fingerprint(tmp_path: Path, name: str, config: Any) -> str:
-    return prepare.prepare(RunFolder(tmp_path / name), config)["B"].fingerprint
+    return next(iter(prepare.prepare(RunFolder(tmp_path / name), config).values())).fingerprint
+
+
+_CHANGES: dict[str, dict[str, Any]] = {
+    "dataset": {
+        "name": "C",
+        "source": "OTHER",
+        "converter": "sharegpt",
+        "max_rows": 19,
+        "fields": {"conversations": "conversations"},
+        "quota": 5,
+        "max_new_tokens": 77,
+        "tools": "text",
+        "every_turn": True,
+    },
+    "prompts": {
+        "heldout_share": 0.3,
+        "subsample": 0.5,
+        "seed": 1,
+        "max_row_bytes": 5000,
+        "max_prompt_tokens": 100,
+        "min_prompt_tokens": 3,
+        "min_response_room": 65,
+        "same_role_turns": "reject",
+        "control_tokens": "keep",
+        "near_duplicates": False,
+        "near_duplicate_threshold": 0.7,
+        "decontaminate_against": ["BENCH"],
+        "contamination_ngram": 12,
+        "languages": ["en"],
+    },
+    "target": {"chat_template_kwargs": {"x": 1}, "context_length": 1000, "reasoning": "qwen3"},
+}
+_KEEPS: dict[str, dict[str, Any]] = {
+    "dataset": {"license": "MIT", "split": "test", "subset": "s", "revision": "abc"},  # the last three are a hub's
+    "prompts": {"reject_limit": 0.9},
+    "target": {"revision": "abc", "always_reasons": "no"},
+    "generation": {"seed": 9, "max_new_tokens": 50},
+    "draft": {"epochs": 9},
+}
+_ELSEWHERE = {"dataset": set(), "prompts": {"datasets"}, "target": {"model", "remote_code_sha256"}}
+
+
+def test_every_setting_of_phase_1_is_known_to_change_the_fingerprint_or_not_to() -> None:
+    models = {"dataset": DatasetConfig, "prompts": PromptsConfig, "target": TargetConfig}
+    for name, model in models.items():
+        assert set(model.model_fields) == {*_CHANGES[name], *_KEEPS[name], *_ELSEWHERE[name]}
 
 
 @pytest.mark.parametrize(
-    ("dataset", "prompts", "changes"),
+    ("section", "key", "value", "changes"),
     [
-        ({}, {}, False),
-        ({"license": "MIT"}, {}, False),
-        ({}, {"reject_limit": 0.9}, False),
-        ({"quota": 5}, {}, True),
-        ({"max_new_tokens": 77}, {}, True),
-        ({"converter": "sharegpt"}, {}, True),
-        ({"every_turn": True}, {}, True),
-        ({}, {"seed": 1}, True),
-        ({}, {"heldout_share": 0.3}, True),
-        ({}, {"max_prompt_tokens": 100}, True),
-        ({}, {"same_role_turns": "reject"}, True),
-        ({}, {"control_tokens": "keep"}, True),
-        ({}, {"decontaminate_against": ["BENCH"]}, True),
+        pytest.param(section, key, value, table is _CHANGES, id=f"{section}.{key}")
+        for table in (_CHANGES, _KEEPS)
+        for section, values in table.items()
+        for key, value in values.items()
     ],
 )
-def test_fingerprint_follows_what_changes_the_bytes(
-    tmp_path: Path, make_config, dataset: dict, prompts: dict, changes: bool
+def test_fingerprint_follows_what_changes_the_bytes_and_nothing_else(
+    tmp_path: Path, make_config, section: str, key: str, value: Any, changes: bool
 ) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", _rows(4, 20))
+    path, other = (write_rows(tmp_path / f"rows{seed}.jsonl", _rows(seed, 20)) for seed in (4, 5))
     bench = write_rows(tmp_path / "bench.jsonl", [{"prompt": "one two three four five six"}])
-    prompts = {key: [f"file:{bench}"] if value == ["BENCH"] else value for key, value in prompts.items()}
-    plain = _fingerprint(tmp_path, "one", make_config({"B": path}))
-    changed = _fingerprint(tmp_path, "two", make_config({"B": {"source": f"file:{path}", **dataset}}, **prompts))
-    assert (plain != changed) is changes
+    value = f"file:{other}" if value == "OTHER" else [f"file:{bench}"] if value == ["BENCH"] else value
+    raw = make_config({"B": path}).model_dump()
+    plain = _fingerprint(tmp_path, "one", RunConfig.model_validate(raw))
+    (raw["prompts"]["datasets"][0] if section == "dataset" else raw[section])[key] = value
+    assert (_fingerprint(tmp_path, "two", RunConfig.model_validate(raw)) != plain) is changes
 
 
-def test_fingerprint_follows_template_source_and_version_but_not_weights(
+def test_fingerprint_follows_template_tokenizer_source_and_version_but_not_weights(
     tmp_path: Path, make_config, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_rows(tmp_path / "rows.jsonl", _rows(4, 20))
@@ -234,11 +255,17 @@ def test_fingerprint_follows_template_source_and_version_but_not_weights(
     assert len(set(seen)) == 1
     (target / "chat_template.jinja").write_text(CHATML.replace("assistant\n'", "assistant\n '"))
     seen.append(_fingerprint(tmp_path, "c", config))
+    tokenizer = json.loads((target / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"].pop()
+    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
+    seen.append(_fingerprint(tmp_path, "t", config))
     write_rows(path, _rows(5, 20))
     seen.append(_fingerprint(tmp_path, "d", config))
     monkeypatch.setattr(candidates, "VERSION", candidates.VERSION + 1)
     seen.append(_fingerprint(tmp_path, "e", config))
-    assert len(set(seen)) == 4
+    monkeypatch.setattr(prepare, "VERSION", prepare.VERSION + 1)
+    seen.append(_fingerprint(tmp_path, "f", config))
+    assert len(set(seen)) == len(seen) - 1
 
 
 def test_a_changed_config_leaves_no_stale_candidates(tmp_path: Path, make_config) -> None:

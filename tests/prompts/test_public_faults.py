@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from eyas.files import read_json_lines
@@ -278,6 +280,41 @@ def test_one_huge_row_does_not_touch_its_neighbours(prepared, tmp_path: Path, na
     assert rejects[0]["where"] == f"{name}:4"
     assert "max_row_bytes" in rejects[0]["detail"]
     assert len(prompts) == 5
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.csv"])
+def test_a_huge_row_may_be_read_where_the_config_allows_it(prepared, tmp_path: Path, name: str) -> None:
+    """https://github.com/apache/arrow/issues/7835, https://github.com/huggingface/datasets/issues/3227"""
+    rows = [{"prompt": f"number {number}"} for number in range(6)]
+    rows[3] = {"prompt": "y" * 20_000_000}
+    path = tmp_path / name
+    if name.endswith("parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif name.endswith("csv"):
+        path.write_text("prompt\n" + "".join(f"{row['prompt']}\n" for row in rows))
+    else:
+        write_rows(path, rows)
+    _, prompts, rejects = prepared(path, max_row_bytes=1 << 25)
+    assert _reasons(rejects) == ["too_long"]
+    assert rejects[0]["where"] == f"{name}:{5 if name.endswith('csv') else 4}"
+    assert len(prompts) == 5
+
+
+def test_columns_that_change_from_file_to_file_are_each_read_as_they_are(prepared, tmp_path: Path) -> None:
+    """https://github.com/huggingface/datasets/issues/3227: its neighbour, one schema inferred from the head of a folder."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    turns = [{"role": "user", "content": "as structs"}]
+    pq.write_table(pa.table({"messages": [json.dumps([{"role": "user", "content": "as text"}])], "n": [1]}), folder / "0.parquet")
+    pq.write_table(pa.table({"messages": [turns], "n": ["one"]}), folder / "1.parquet")
+    pq.write_table(pa.table({"n": pa.nulls(1), "prompt": pa.array(["another column"], pa.large_string())}), folder / "2.parquet")
+    rows = [{"n": number, "prompt": f"row {number}"} for number in range(3000)]
+    rows += [{"n": {"deep": [1]}, "prompt": "an object"}, {"n": "text", "prompt": "late"}]
+    write_rows(folder / "3.jsonl", rows)
+    _, prompts, rejects = prepared(folder, near_duplicates=False)
+    asked = {json.loads(prompt["messages"])[0]["content"] for prompt in prompts}
+    assert (len(prompts), rejects) == (3005, [])
+    assert asked >= {"as text", "as structs", "another column", "an object", "late"}
 
 
 def test_a_row_below_the_limit_but_above_the_context_is_rejected_without_tokenizing_it(prepared) -> None:

@@ -131,6 +131,23 @@ def test_parquet_files_of_one_folder_may_differ_in_columns(tmp_path: Path) -> No
     assert values == [{"prompt": "a", "tools": None}, {"prompt": "b", "tools": "[]", "more": [1]}]
 
 
+def test_a_column_that_changes_late_in_a_parquet_file_stays_what_it_is(tmp_path: Path) -> None:
+    """All null, then filled; one value over and over (a dictionary), then each its own (plain pages): within one file."""
+    tools = pa.array([None] * 2000 + [[{"name": "f"}]] * 1000, pa.list_(pa.struct([("name", pa.string())])))
+    prompts = ["same"] * 2000 + [f"{number}" * 200 for number in range(1000)]
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": prompts, "tools": tools}), path, row_group_size=500, dictionary_pagesize_limit=4096)
+    assert _values(path) == pa.table({"prompt": prompts, "tools": tools}).to_pylist()
+
+
+def test_one_bad_row_in_a_hundred_thousand_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    line = b'{"prompt":"question"}\n'
+    path.write_bytes(line * 77_776 + b'{"prompt":\n' + line * 22_223)
+    bad = [row.where for row in read_rows(path, name="rows.jsonl", max_row_bytes=1 << 20) if row.problem is not None]
+    assert bad == ["rows.jsonl:77777"]
+
+
 @pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.jsonl.xz", "rows.jsonl.zst", "rows.parquet", "rows.json"])
 def test_a_damaged_file_is_named_with_the_last_row_read(tmp_path: Path, name: str) -> None:
     random.seed(1)

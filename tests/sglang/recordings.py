@@ -27,6 +27,12 @@ PREFILL_ONLY = (
     '{"text":"","output_ids":[],"meta_info":{"id":"my-rid-1","finish_reason":{"type":"length","length":0},"prompt_tokens":16,'
     '"completion_tokens":0,' + META + "}}"
 )
+RENDERED = (  # of the one user turn "hi", with return_prompt_token_ids; from meta_info on left out
+    '{"id":"xyz","object":"chat.completion","created":1796191784,"model":"tiny","choices":[{"index":0,"message":{"role":"assistant",'
+    '"content":"Hello there!","reasoning_content":null},"logprobs":null,"finish_reason":"length","matched_stop":null,'
+    '"prompt_token_ids":[1,9690,198,2683,359,253,5356,5646,11173,3365,3511,308,34519,28,7018,411,407,19712,8182,2,198,1,4093,198,'
+    '6004,2,198,1,520,9531,198],"response_token_ids":[19556,665,17]}]}'
+)
 TEXTS = {
     (504, 3575, 282, 4649, 314, 7042, 30, 2): "The capital of France is Paris.<|im_end|>",
     (504, 3575, 282): "The capital of",

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from eyas.config import RunConfig
 from eyas.errors import ConfigError, ServerError
 from eyas.generation.proof import prove_rendering
+from eyas.prompts.prepare import prepare
 from eyas.sglang.client import SGLangClient
 from eyas.sglang.identity import FingerprintEntry, TargetFingerprint, check_served_model, take_fingerprint
 from eyas.workspace import RunFolder
 from tests.sglang.loopback import LoopbackServer
+from tests.sglang.recordings import RENDERED
 from tests.sglang.tiny import build_target, load_renderer, tiny_config, write_prompts
 
 
@@ -92,3 +97,41 @@ async def test_an_empty_prompt_is_never_sent(target: Path) -> None:
             with pytest.raises(ConfigError, match="empty prompt"):
                 await client.generate_raw({"input_ids": []}, rid="x", deadline_s=1.0)
         assert server.payloads == []
+
+
+def _answers(body: bytes) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *values: object) -> None:
+            pass
+
+    return Handler
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+async def test_the_render_proof_holds_against_what_a_real_server_sent(tmp_path: Path, is_changed: bool) -> None:
+    """SmolLM2's template puts a system turn of its own before a conversation that has none; phase 1's prompt has it, too."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "hi"}\n')
+    prompts = {"datasets": [{"name": "a", "source": f"file:{rows}"}], "decontaminate_against": []}
+    config = RunConfig.model_validate({"prompts": prompts})
+    run = RunFolder(tmp_path / "run")
+    prepare(run, config)
+    _, renderer = load_renderer(config)
+    body = RENDERED.replace("6004", "6005") if is_changed else RENDERED
+    with ThreadingHTTPServer(("127.0.0.1", 0), _answers(body.encode())) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        async with SGLangClient(f"http://127.0.0.1:{server.server_port}", config.server) as client:
+            proof = prove_rendering(client, renderer, "a", run.prompts("a") / "prompts.parquet", 4)
+            if is_changed:
+                with pytest.raises(ConfigError, match="differ from position 24"):
+                    await proof
+            else:
+                assert await proof == 1
+        server.shutdown()
