@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 PRESET ?= default
 RUN    ?= runs/demo-$(PRESET)
+BENCH_RUN ?= runs/bench
 ENGINES ?= .engines
 ENGINES_RUN ?=
 BIN    := $(VENV)/bin
@@ -12,7 +13,7 @@ export DO_NOT_TRACK := 1
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup test lint demo up down soak engines check-engines test-engines test-e2e lock wheel help
+.PHONY: setup test lint demo up down bench docs soak engines check-engines test-engines test-e2e lock wheel help
 
 help:
 	@echo "make demo [PRESET=quick|default|full] [RUN=DIR]  train and benchmark a real draft on this machine"
@@ -55,14 +56,35 @@ lint: $(READY)
 	$(BIN)/mypy
 
 demo: $(READY)
-	$(BIN)/eyas run --config deployments/presets/local-smollm2-$(PRESET).yaml --run $(RUN)
-	$(BIN)/eyas report --run $(RUN) --open
+	@$(BIN)/eyas run --config deployments/presets/local-smollm2-$(PRESET).yaml --run $(RUN) --open
 
 up: $(READY)
 	$(BIN)/python -m deployments up
 
 down: $(READY)
 	$(BIN)/python -m deployments down
+
+# Each figure of the README; what needs a finished run takes that of BENCH_RUN, which the demo's measurement makes.
+bench: bench-demo bench-engine bench-speculate bench-forecast bench-scheduler bench-generate bench-prepare bench-merge bench-extract \
+       bench-codecs bench-train bench-orchestration
+
+bench-demo: $(BENCH_RUN)/report.html ;
+
+bench-speculate bench-codecs bench-objectives bench-orchestration: $(BENCH_RUN)/report.html
+
+bench-%: $(READY)
+	$(BIN)/python -m benchmarks.$* $(BENCH_$*)
+
+BENCH_speculate = --draft $(BENCH_RUN)/draft/export
+BENCH_codecs = --run $(BENCH_RUN)
+BENCH_objectives = --run $(BENCH_RUN) --to build/objectives
+BENCH_orchestration = --run $(BENCH_RUN)
+
+$(BENCH_RUN)/report.html: | $(READY)
+	$(BIN)/python -m benchmarks.demo --preset $(PRESET) --run $(BENCH_RUN)
+
+docs: $(READY)
+	$(BIN)/python -m eyas.operate.reference > docs/config.md
 
 soak: $(READY)
 	$(BIN)/python -m pytest tests -m soak

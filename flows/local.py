@@ -76,6 +76,7 @@ def _server() -> Iterator[tuple[str, str]]:
         yield url, ""
         return
     home = default_home()
+    print("Prefect: starting a server for this run, some seconds", file=sys.stderr, flush=True)
     with local_server(home=home) as url, temporary_settings({PREFECT_API_URL: url, PREFECT_HOME: home}):
         try:
             yield url, shlex.join([sys.executable, "-m", "flows.server", "--flow-run"])

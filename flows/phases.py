@@ -7,13 +7,13 @@ it reads is complete and verified. A per-phase flow reads the inputs' manifests 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prefect.logging import get_run_logger
 from pydantic import SecretStr
 
 from eyas.config import RunConfig, apply_override, parse_config
@@ -23,7 +23,7 @@ from eyas.manifest import Manifest, verify_manifest
 from eyas.operate.config import Mode
 from eyas.operate.hosts import host_of
 from eyas.operate.phases import Phase
-from eyas.operate.pipeline import open_run
+from eyas.operate.pipeline import open_run, phase_end
 from eyas.operate.plan import PlanKeeper
 from eyas.progress import recorder
 from eyas.workspace import RunFolder
@@ -38,8 +38,6 @@ from tasks.train import export_draft, train_draft
 
 if TYPE_CHECKING:
     from eyas.generation.session import GenerationSession
-
-logger = logging.getLogger(__name__)
 
 Manifests = dict[str, Manifest]
 
@@ -87,6 +85,7 @@ class Job:
             self.keeper.fail(name, str(error) or type(error).__name__)
             raise
         self.keeper.finish(name)
+        get_run_logger().info(phase_end(self.run, name))
 
 
 async def prepare_phase(job: Job) -> Manifests:
@@ -197,7 +196,7 @@ def digest_path(path: Path) -> str:
 @asynccontextmanager
 async def serving(job: Job, mode: Mode) -> AsyncIterator[list[str]]:
     """The target's servers in `mode` while the block runs; gives their URLs. Waiting for them does not block the loop."""
-    host = host_of(job.run, job.config, api_key=job.api_key, say=logger.info).serving(mode)
+    host = host_of(job.run, job.config, api_key=job.api_key, say=get_run_logger().info).serving(mode)
     urls = await asyncio.to_thread(host.__enter__)
     try:
         yield urls
@@ -219,8 +218,9 @@ async def _states(job: Job) -> AsyncIterator[None]:
 async def _session(job: Job) -> AsyncIterator[GenerationSession]:
     from eyas.generation.session import GenerationSession
 
+    report, say = recorder(job.run.progress), get_run_logger().info
     async with (
         serving(job, "generate") as urls,
-        GenerationSession(job.run, job.config, urls=urls, api_key=job.api_key, report=recorder(job.run.progress)) as session,
+        GenerationSession(job.run, job.config, urls=urls, api_key=job.api_key, report=report, say=say) as session,
     ):
         yield session

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from prefect import task
+from prefect.logging import get_run_logger
 from pydantic import SecretStr
 
 from eyas.config import RunConfig
@@ -13,8 +13,6 @@ from eyas.manifest import Manifest
 from eyas.progress import recorder
 from eyas.workspace import RunFolder
 from tasks.caching import OPTIONS, cache_key
-
-logger = logging.getLogger(__name__)
 
 
 @task(**OPTIONS, name="benchmark", task_run_name="benchmark", cache_key_fn=cache_key("benchmark"))
@@ -24,5 +22,5 @@ def benchmark_draft(run: Path, config: RunConfig, inputs: dict[str, str], api_ke
     from eyas.speculate.benchmark import benchmark
 
     folder, key = RunFolder(run), api_key.get_secret_value()
-    serve = sides_of(host_of(folder, config, api_key=key, say=logger.info), folder.export)
+    serve = sides_of(host_of(folder, config, api_key=key, say=get_run_logger().info), folder.export)
     return benchmark(folder, config, report=recorder(folder.progress), api_key=key, serve=serve)

@@ -21,7 +21,6 @@ from uuid import UUID
 from prefect.artifacts import MarkdownArtifact, TableArtifact, acreate_progress_artifact, aupdate_progress_artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
-from prefect.logging import get_run_logger
 
 from eyas.operate.messages import ProgressMessage, read_progress
 from eyas.operate.status import read_status
@@ -114,7 +113,6 @@ class Publisher:
     async def _show(self, key: str, message: ProgressMessage) -> None:
         percent = 100.0 * message.done / message.total if message.total else 100.0 * message.is_final
         text = describe(message)
-        get_run_logger().info(text)
         if key in self.bars:
             await aupdate_progress_artifact(self.bars[key], min(percent, 100.0), description=text)
         else:

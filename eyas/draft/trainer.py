@@ -125,7 +125,7 @@ class Trainer:
             if self.metrics is not None:
                 self.metrics.close()
         if is_done:
-            report(self._progress({"accept_length": self.state.best_accept_length}, is_final=True))
+            report(self._progress({}, is_final=True))
         return is_done
 
     def _run(self, report: Report, should_stop: Callable[[], bool]) -> bool:
@@ -148,7 +148,7 @@ class Trainer:
                     remaining_s = round((self.total_steps - state.step) * state.seconds / state.step, 1)
                     self._write_metrics({"kind": "train", **figures, "skipped": dict(state.skipped), "remaining_s": remaining_s})
                     shown = {name: figures[name] for name in ("loss", "positions_per_s")}
-                    report(self._progress({**shown, "accept_length": state.best_accept_length, "remaining_s": remaining_s}))
+                    report(self._progress({**shown, "remaining_s": remaining_s}))
                     window = Window()
                 if state.step % config.eval_every == 0 or is_last:
                     self._save(is_best=self._evaluate())
@@ -359,6 +359,9 @@ class Trainer:
         self.world.same(lambda: save_checkpoint(self.checkpoints, self.state, masters, moments, is_best=is_best, keep=keep))
 
     def _progress(self, figures: dict[str, float | int | str], *, is_final: bool = False) -> Progress:
+        """Where the training stands, with the best accept length once there is one."""
+        if self.state.best_step >= 0:
+            figures = {**figures, "accept_length": self.state.best_accept_length}
         return Progress(
             stage="train", done=self.state.step, total=self.total_steps, unit="steps", figures=figures, is_final=is_final
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any
@@ -57,6 +58,7 @@ class GenerationSession:
         urls: list[str],
         api_key: str = "",
         report: Report = silent,
+        say: Callable[[str], None] = log.info,
     ) -> None:
         if not urls:
             raise ConfigError("no server to generate with; set server.urls or start the embedded engine")
@@ -65,6 +67,8 @@ class GenerationSession:
         self._urls = urls
         self._api_key = api_key
         self._report = report
+        self._say = say
+        self._said: set[str] = set()
         self._stack = AsyncExitStack()
         self._datasets: dict[str, DatasetRun] = {}
         self._records: set[asyncio.Task[None]] = set()
@@ -83,6 +87,7 @@ class GenerationSession:
             self.renderer = Renderer(self.spec, tokenizer, self.config.target)
             check_stop_tokens(self.config.generation, self.spec, tokenizer)
             self.sampling = resolve_sampling(self.config.generation, self.spec)
+            self._say_once(f"proofs: does every server ({len(self._urls)}) serve the target, token for token?")
             await self._open_pool()
             await self._abort_left_over()
             self._telemetry = Telemetry(self.pool, self.run.progress)
@@ -134,6 +139,9 @@ class GenerationSession:
             if self._fatal is not None:
                 raise self._fatal
             self._datasets[name] = dataset
+            if not dataset.is_canary_judged:
+                num_replies = self.config.generation.canary
+                self._say_once(f"canary: are the first {num_replies} replies of each dataset what they must be?")
             self._work.set()
             try:
                 await dataset.finished
@@ -155,6 +163,11 @@ class GenerationSession:
     def decode(self, ids: list[int]) -> str:
         """Text of ids with special tokens kept, as the server is asked to give it."""
         return str(self.renderer.tokenizer.decode(ids, skip_special_tokens=False))
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
 
     # --- start and end -------------------------------------------------------------------------------------------
 
@@ -211,11 +224,10 @@ class GenerationSession:
         self._stack.push_async_callback(self._cancel_records)
 
     async def _prove(self, dataset: DatasetRun) -> None:
-        if self.config.generation.proof_prompts:
+        if num_prompts := self.config.generation.proof_prompts:
+            self._say_once(f"proofs: does the server render {num_prompts} prompts of each dataset to our ids?")
             server = next((server for server in self.pool.servers if server.state == "ready"), self.pool.servers[0])
-            await prove_rendering(
-                server.client, self.renderer, dataset.name, dataset.prompts_path, self.config.generation.proof_prompts
-            )
+            await prove_rendering(server.client, self.renderer, dataset.name, dataset.prompts_path, num_prompts)
 
     def _background(self, work: Any, name: str) -> None:
         task: asyncio.Task[None] = asyncio.create_task(work, name=name)
@@ -395,10 +407,16 @@ async def _cancel(task: asyncio.Task[None]) -> None:
 
 
 async def generate(
-    run: RunFolder, config: RunConfig, *, urls: list[str], api_key: str = "", report: Report = silent
+    run: RunFolder,
+    config: RunConfig,
+    *,
+    urls: list[str],
+    api_key: str = "",
+    report: Report = silent,
+    say: Callable[[str], None] = log.info,
 ) -> dict[str, Manifest]:
     """Generate every configured dataset; {name: manifest}. All run to their end before the first error is raised."""
-    async with GenerationSession(run, config, urls=urls, api_key=api_key, report=report) as session:
+    async with GenerationSession(run, config, urls=urls, api_key=api_key, report=report, say=say) as session:
         names = [dataset.name for dataset in config.prompts.datasets]
         results = await asyncio.gather(*(session.generate_dataset(name) for name in names), return_exceptions=True)
     for result in results:

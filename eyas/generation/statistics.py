@@ -67,10 +67,12 @@ class LengthStatistics:
         return 0
 
     def figures(self) -> dict[str, float | int]:
-        """Flat figures for progress, status and the manifest."""
-        count = max(1, self.count)
+        """Flat figures for progress, status and the manifest; before the first reply there are no lengths and no shares."""
+        if not self.count:
+            return {"replies": 0, "tokens": 0, "prompt_tokens": 0}
+        count = self.count
         return {
-            "replies": self.count,
+            "replies": count,
             "tokens": self.num_tokens,
             "prompt_tokens": self.num_prompt_tokens,
             "tokens_mean": round(self.mean, 1),

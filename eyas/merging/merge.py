@@ -131,8 +131,13 @@ class _Merge:
         num_in = self.records.total()
         if manifest.counts.num_in != num_in:
             raise AssertionError(f"{num_in} records were read, {manifest.counts.num_in} are accounted for")
-        self.report(Progress(stage="merge", done=num_in, total=num_in, unit="records", is_final=True))
+        self._progress(1.0, is_final=True)
         return manifest
+
+    def _progress(self, share: float, *, is_final: bool = False) -> None:
+        """Of the responses' bytes, each gone through twice: the second pass, which counts records, in the same unit."""
+        total = sum((self.run.responses(name) / RESPONSES_NAME).stat().st_size for name in self.names)
+        self.report(Progress(stage="merge", done=round(share * total), total=total, unit="bytes", is_final=is_final))
 
     def _scatter(self, rejects: IO[bytes]) -> Spill:
         """First pass: check every record and spill the good ones by id."""
@@ -153,7 +158,7 @@ class _Merge:
             heads["line"] += self.lines[self.names[checked.block.dataset]] - checked.num_lines
             spill.add(heads["high"], heads, checked.tokens)
             done_bytes += checked.block.end - checked.block.start
-            self.report(Progress(stage="merge", done=done_bytes, total=2 * total_bytes, unit="bytes"))
+            self._progress(0.5 * done_bytes / max(1, total_bytes))
         self._gate()
         return spill
 
@@ -178,7 +183,7 @@ class _Merge:
                 add_copies(orders[0], train, weights[train["dataset"]], self.config.seed)
                 heldout = heads[heads["is_heldout"]]
                 add_copies(orders[1], heldout, np.ones(len(heldout)), self.config.seed)
-                self.report(Progress(stage="merge", done=num_passed + done, total=2 * num_passed, unit="records"))
+                self._progress(0.5 + 0.5 * done / num_passed)
         return tally, orders
 
     def _sorted_unique(self, heads: Heads, tokens: Tokens, rejects: IO[bytes]) -> tuple[Heads, pa.ListArray]:

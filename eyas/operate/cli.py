@@ -22,7 +22,7 @@ INTERRUPTED = 130
 
 EXAMPLES = """\
 a first run, on this machine, without a GPU:
-  eyas run --config deployments/presets/local-smollm2-quick.yaml --run runs/first
+  eyas run --config local-smollm2-quick --run runs/first --open
   eyas watch --run runs/first           (in another shell, while it runs)
   eyas report --run runs/first --open   (at any time)
 
@@ -81,6 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--no-prefect", action="store_true", help="run the same library code in this process, without a Prefect server"
     )
     run.add_argument("--ui", action="store_true", help="open the Prefect UI on this run")
+    run.add_argument("--open", action="store_true", help="open report.html in the browser at the end, if there is one")
     _phase(verbs, "prepare", "phase 1: collect, clean, split and render prompts")
     _phase(verbs, "generate", "phase 2: the target's own responses, resumable at any moment")
     _phase(verbs, "merge", "phase 3: one training order and the draft's vocabulary")
@@ -137,7 +138,12 @@ def _phase(verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str
 
 def _configured(verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
     parser = _folder(verbs, name, text)
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML config; without it, the one recorded in the run folder")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="YAML config, or the name of a preset such as local-smollm2-quick; without it, the one recorded in the run folder",
+    )
     parser.add_argument(
         "--set",
         action="append",

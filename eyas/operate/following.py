@@ -6,6 +6,7 @@ What an earlier attempt left behind is never passed on.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,27 @@ def follow_progress(folder: Path, report: Report, *, stage: str = "") -> Callabl
                 report(message.progress())
 
     return look
+
+
+_PREFECT_LINE = re.compile(r"\d\d:\d\d:\d\d\.\d+ \| (\w+) +\| [^-]*(?:'[^']*')? - (.*)")
+_SHOWN_OTHERWISE = ("View at ", "Beginning flow run ", "Finished in state Completed", "Finished in state Cached")
+"""Prefect's own words for what progress and the sentence at a phase's end say."""
+
+
+def readable(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Lines of a flow's log for a person: without Prefect's prefix, warnings named as such, nothing twice. The log keeps all."""
+
+    def pass_on(line: str) -> None:
+        if (found := _PREFECT_LINE.fullmatch(line)) is None:
+            say(line)
+            return
+        level, text = found.groups()
+        if level != "INFO":
+            say(f"{level.lower()}: {text}")
+        elif not text.startswith(_SHOWN_OTHERWISE):
+            say(text)
+
+    return pass_on
 
 
 def follow_log(log: Path, say: Callable[[str], None]) -> Callable[[], None]:

@@ -21,6 +21,7 @@ from eyas.config import RunConfig
 from eyas.errors import ConfigError, ServerError
 from eyas.operate.children import child_process, last_lines, wait_for
 from eyas.operate.config import Mode
+from eyas.operate.wording import duration
 from eyas.speculate.config import DraftShape
 from eyas.speculate.deploy import identity_checks
 from eyas.speculate.results import Side
@@ -69,7 +70,7 @@ def sides_of(host: TargetHost, export: Path) -> Serve:
 def host_of(run: RunFolder, config: RunConfig, *, api_key: str = "", say: Say = print) -> TargetHost:
     """The host that the config names."""
     if config.server.kind == "embedded":
-        return EmbeddedHost(run, config, api_key)
+        return EmbeddedHost(run, config, api_key=api_key, say=say)
     if config.operate.host.kind == "command":
         return CommandHost(run, config, api_key=api_key, say=say)
     return ManualHost(config, api_key=api_key, say=say)
@@ -86,6 +87,7 @@ class EmbeddedHost:
     run: RunFolder
     config: RunConfig
     api_key: str = field(default="", repr=False)
+    say: Say = print
     _engine: EngineProcess | None = field(default=None, repr=False)
     _keeper: Keeper | None = field(default=None, repr=False)
 
@@ -110,7 +112,12 @@ class EmbeddedHost:
             api_key=self.api_key,
             log=self.run.logs / f"engine-{mode}.log",
         )
+        self.say(
+            f"engine: starting with the target{' and the draft' if draft else ''} (log {self.run.logs / f'engine-{mode}.log'})"
+        )
+        began = time.monotonic()
         self._engine.start()
+        self.say(f"engine: ready at {self._engine.url} after {duration(time.monotonic() - began)}")
         if mode == "generate" and not alone:
             self._keeper = Keeper(self._engine)
         return [self._engine.url]

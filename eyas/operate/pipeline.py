@@ -29,6 +29,8 @@ from eyas.operate.forecast import sizes_of
 from eyas.operate.hosts import Say, TargetHost, host_of, sides_of
 from eyas.operate.phases import PHASES, Phase
 from eyas.operate.plan import PlanKeeper
+from eyas.operate.screen import describe_end
+from eyas.operate.status import read_status
 from eyas.progress import Progress, Report, recorder, silent
 from eyas.target.spec import load_target
 from eyas.workspace import RunFolder, exclusive
@@ -89,6 +91,7 @@ def run_pipeline(
                 keeper.fail(phase, str(error))
                 raise
             keeper.finish(phase)
+            say(phase_end(run, phase))
     return done
 
 
@@ -122,7 +125,7 @@ async def _generate_unless_finished(work: _Work) -> dict[str, Manifest]:
     if finished is not None:  # no server need start for nothing
         return finished
     with work.host().serving("generate") as urls:
-        return await generate(work.run, work.config, urls=urls, api_key=work.api_key, report=work.report)
+        return await generate(work.run, work.config, urls=urls, api_key=work.api_key, report=work.report, say=work.say)
 
 
 def _finished_responses(run: RunFolder, config: RunConfig) -> dict[str, Manifest] | None:
@@ -181,6 +184,11 @@ _STEPS: dict[Phase, Callable[[_Work], Any]] = {
     "train": _train,
     "bench": _bench,
 }
+
+
+def phase_end(run: RunFolder, phase: Phase) -> str:
+    """What became of a phase that has just finished, as a sentence."""
+    return describe_end(next(item for item in read_status(run.root).phases if item.phase == phase))
 
 
 def train_in_child(run: RunFolder, *, report: Report = silent) -> None:

@@ -58,12 +58,11 @@ _STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Interval:
-    """One row of a dot plot: a value, its interval, and marks beside it."""
+    """One row of a dot plot: a value, its interval if there is one, and marks beside it."""
 
     name: str
     value: float
-    low: float
-    high: float
+    ends: list[float] | None
     marks: dict[str, float]
 
 
@@ -185,14 +184,15 @@ def accept_lengths(rows: Sequence[Interval]) -> str:
     with _drawing("accept", 7.2, 0.34 * len(rows) + 1.2) as (figure, output):
         axis = figure.subplots()
         heights = np.arange(len(rows))[::-1]
-        axis.hlines(heights, [row.low for row in rows], [row.high for row in rows], color=SERIES[0], linewidth=2.2, alpha=0.5)
+        ends = [row.ends or [row.value, row.value] for row in rows]
+        axis.hlines(heights, [low for low, _ in ends], [high for _, high in ends], color=SERIES[0], linewidth=2.2, alpha=0.5)
         axis.plot([row.value for row in rows], heights, "o", color=SERIES[0], markersize=6, label="draft, with 95 % interval")
         for number, name in enumerate(names):
             points = [(row.marks[name], height) for row, height in zip(rows, heights, strict=True) if name in row.marks]
             axis.plot(*zip(*points, strict=True), markers[number % 4], color=SERIES[number + 1], markersize=7, label=name)
         axis.set_yticks(heights, [row.name for row in rows], color=INK)
         axis.set_xlabel("tokens per verification, bonus included (1 = nothing accepted)")
-        axis.set_xlim(left=min(0.97, *(row.low - 0.02 for row in rows)))
+        axis.set_xlim(left=min(0.97, *(low - 0.02 for low, _ in ends)))
         axis.grid(axis="y", visible=False)
         axis.margins(y=0.08 if len(rows) > 4 else 0.3)
         figure.legend(*axis.get_legend_handles_labels(), loc="outside upper left", ncols=4)

@@ -22,7 +22,7 @@ from eyas.operate.phases import PHASES, TITLES, Phase, phase_folders
 from eyas.operate.prompt_accounts import prompt_accounts
 from eyas.operate.status import RunStatus, read_status
 from eyas.operate.wording import duration, number, size
-from eyas.speculate.report import findings
+from eyas.speculate.report import findings, span
 from eyas.workspace import RunFolder
 
 
@@ -42,6 +42,7 @@ def write_report(run: RunFolder) -> tuple[Path, Path]:
         "size": size,
         "percent": lambda share: f"{share:.1%}",
         "advice": advice,
+        "span": span,
     }
     written = []
     for name in ("report.md", "report.html"):
@@ -119,8 +120,7 @@ def _tiles(run: RunFolder, status: RunStatus, results: dict[str, Any]) -> list[d
         note = "prompts prepared" if done is None else f"accepted responses to {prompts:,} prompts"
         tiles.append(_tile("Samples", value, note, "prompts/*/manifest.json, responses/*/manifest.json"))
     if accept := results.get("accept_length"):
-        low, high = accept["interval_95"]
-        note = f"95 %: {low:.2f}–{high:.2f}, {accept['num_verifications']:,} verifications, {accept['overall_pools']}"
+        note = f"95 %: {span(accept['interval_95'], 2)}, {accept['num_verifications']:,} verifications, {accept['overall_pools']}"
         tiles.append(_tile("Accept length", f"{accept['overall']:.2f}", note, "benchmark/results.json accept_length"))
     if predicted := results.get("predicted_accept_length"):
         tiles.append(
@@ -128,12 +128,19 @@ def _tiles(run: RunFolder, status: RunStatus, results: dict[str, Any]) -> list[d
         )
     if speedup := results.get("speedup"):
         point = (results.get("timing") or [{}])[0]
-        note = f"at {point['concurrency']} in flight; {point['speedup_min']:.2f}–{point['speedup_max']:.2f}" if point else ""
+        spread = f"{point['speedup_min']:.2f}–{point['speedup_max']:.2f}" if point else ""
+        note = f"at {point['concurrency']} in flight; {spread} over {point['block_pairs']} pairs of blocks" if point else ""
         tiles.append(_tile("Speed-up", f"{speedup:.2f}×", note, "benchmark/results.json speedup"))
     if outputs := results.get("outputs"):
         value = f"{outputs['identical']:,} of {outputs['checked']:,}"
+        note = "with the draft as without, counted and timed"
         tiles.append(
-            _tile("Identical replies", value, f"{outputs['tie']} ties, {outputs['wrong']} wrong", "benchmark/results.json outputs")
+            _tile(
+                "Identical replies",
+                value,
+                f"{note}; {outputs['tie']} ties, {outputs['wrong']} wrong",
+                "benchmark/results.json outputs",
+            )
         )
     tiles.append(_tile("Disk", size(status.disk["used_bytes"]), f"{size(status.disk['free_bytes'])} free", "the run folder"))
     return tiles
@@ -230,9 +237,8 @@ def _intervals(results: dict[str, Any]) -> list[plots.Interval]:
             marks = {name.replace("_", " "): value for name, value in item["baselines"].items()}
             if item.get("predicted_accept_length"):
                 marks["predicted"] = item["predicted_accept_length"]
-            low, high = item["interval_95"]
             name = item["group"] if item["kind"] == "per_dataset" else f"set {item['group']}"
-            rows.append(plots.Interval(name, item["accept_length"], low, high, marks))
+            rows.append(plots.Interval(name, item["accept_length"], item["interval_95"], marks))
     return rows
 
 

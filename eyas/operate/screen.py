@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from eyas.operate.forecast import Forecast
 from eyas.operate.messages import ProgressMessage
 from eyas.operate.phases import TITLES
 from eyas.operate.status import DatasetStatus, PhaseStatus, RunStatus, read_status
-from eyas.operate.wording import SHOWN_ELSEWHERE, duration, number, size
+from eyas.operate.tables import training
+from eyas.operate.wording import describe_amount, describe_figures, duration, number, size
+from eyas.speculate.report import span
+from eyas.workspace import RunFolder
 
 COLOURS = {
     "done": "green",
@@ -63,6 +67,17 @@ def render_status(status: RunStatus) -> RenderableType:
     return Group(*parts)
 
 
+def render_result(run: RunFolder) -> RenderableType:
+    """What a run has come to, for its last lines: its state, the curves of its training, and where draft and report lie."""
+    lines: list[RenderableType] = [render_status(read_status(run.root))]
+    if (table := training(run)) is not None:
+        lines.append(Text(f"training: {table.headline}"))
+    if (run.export / "config.json").is_file():
+        lines.append(Text(f"draft: {run.export}   (what SGLang and vLLM load)"))
+    lines.append(Text(f"report: {run.root / 'report.html'}"))
+    return Group(*lines)
+
+
 def render_outlook(outlook: Forecast, free_bytes: int) -> RenderableType:
     """What a run is expected to hold and to cost, before it starts."""
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -99,19 +114,30 @@ def _phases(status: RunStatus) -> Table:
 def _progress(phase: PhaseStatus) -> str:
     """What moves: share, rate and remaining time; for a phase at rest, why records were rejected."""
     if not phase.progress:
-        return (
-            "rejected: " + ", ".join(f"{n:,} {reason}" for reason, n in phase.rejected_by_reason.items())
-            if phase.rejected_by_reason
-            else ""
-        )
+        return describe_rejects(phase)
     moving = [piece for piece in phase.progress if not piece.is_final] or phase.progress
-    done, total, figures = sum(piece.done for piece in moving), sum(piece.total for piece in moving), moving[-1].figures
-    share = f"{done / total:.0%} of " if total else ""
+    done, total = sum(piece.done for piece in moving), sum(piece.total for piece in moving)
+    share = f" ({done / total:.0%})" if total else ""
     piece = f"{moving[0].name}: " if len(moving) == 1 and moving[0].name else ""
-    words = [f"{piece}{share}{total:,} {moving[0].unit}", *_outlook(moving[-1])]
-    if len(moving) == 1:
-        words += [f"{key}={number(value)}" for key, value in figures.items() if key not in SHOWN_ELSEWHERE][:3]
-    return "  ".join(words)
+    words = [f"{piece}{describe_amount(done, total, moving[0].unit)}{share}", *_outlook(moving[-1])]
+    return "  ".join([*words, describe_figures(moving[-1].figures)] if len(moving) == 1 else words)
+
+
+def describe_rejects(phase: PhaseStatus) -> str:
+    """Reasons and their counts, the most frequent first."""
+    reasons = sorted(phase.rejected_by_reason.items(), key=lambda item: -item[1])
+    return ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in reasons)
+
+
+def describe_end(phase: PhaseStatus) -> str:
+    """A finished phase in one sentence: how long it took and what became of its records, as its manifests say."""
+    counts = phase.counts
+    if not (counts and phase.started_at and phase.finished_at):
+        return f"{phase.phase} done"
+    took_s = (datetime.fromisoformat(phase.finished_at) - datetime.fromisoformat(phase.started_at)).total_seconds()
+    rejects = describe_rejects(phase)
+    rejected = f"{counts['rejected']:,} rejected{f' ({rejects})' if rejects else ''}"
+    return f"{phase.phase} done in {duration(took_s)}: {counts['in']:,} in, {counts['done']:,} done, {rejected}"
 
 
 def _outlook(piece: ProgressMessage) -> list[str]:
@@ -119,8 +145,8 @@ def _outlook(piece: ProgressMessage) -> list[str]:
     figures = piece.figures
     words = [f"{number(figures['run_tokens_per_s'])} tokens/s"] if "run_tokens_per_s" in figures else []
     if (left := piece.remaining_s) is not None and not piece.is_final:
-        span = [duration(float(figures[key])) for key in ("remaining_low_s", "remaining_high_s") if key in figures]
-        interval = f" ({' to '.join(span)})" if span else ""
+        ends = [duration(float(figures[key])) for key in ("remaining_low_s", "remaining_high_s") if key in figures]
+        interval = f" ({' to '.join(ends)})" if ends else ""
         words.append(f"{duration(left)} left{interval}")
     elif "remaining_s" in figures and not piece.is_final:
         words.append(f"time left {figures['remaining_s']} yet")
@@ -166,23 +192,33 @@ def _servers(servers: list[dict[str, Any]]) -> Table:
 
 def _disk(status: RunStatus) -> str:
     wanted = status.forecast.get("disk_bytes_to_write")
-    rest = f", about {size(wanted)} still to be written" if wanted is not None else ""
+    rest = f", about {size(wanted)} still to be written" if wanted else ""
     hours = status.forecast.get("hours")
     left = f"; {duration(hours * 3600)} left in all" if hours and status.state != "done" else ""
     return f"disk: {size(status.disk['used_bytes'])} used, {size(status.disk['free_bytes'])} free{rest}{left}"
 
 
 def _results(results: dict[str, Any]) -> str:
-    words = []
+    """What the benchmark found, a line each: accept length, speed-up, replies, and whether the draft may be served."""
+    lines = []
     if accept := results.get("accept_length"):
-        words.append(
-            f"accept length {accept['overall']:.3f} (predicted {number(results.get('predicted_accept_length') or 'none')})"
-        )
-    if results.get("speedup"):
-        words.append(f"speed-up {results['speedup']:.2f}×")
+        beside = [f"95 %: {span(accept.get('interval_95'), 2)}"]
+        if predicted := results.get("predicted_accept_length"):
+            beside.append(f"predicted {predicted:.3f}")
+        beside += [f"{name.replace('_', ' ')} {value:.3f}" for name, value in results.get("baselines", {}).items()]
+        lines.append(f"accept length {accept['overall']:.3f} ({'; '.join(beside)})")
+    if results.get("timing"):
+        point = results["timing"][0]
+        spread = f"{point['speedup_min']:.2f}–{point['speedup_max']:.2f} over {point['block_pairs']} pairs of blocks"
+        lines.append(f"speed-up {point['speedup']:.2f}× at {point['concurrency']} in flight ({spread})")
     if outputs := results.get("outputs"):
-        words.append(f"replies {outputs['identical']} identical, {outputs['tie']} ties, {outputs['wrong']} wrong")
-    return "; ".join(words)
+        lines.append(
+            f"{outputs['checked']:,} replies with the draft beside the target's own: {outputs['identical']:,} identical, "
+            f"{outputs['tie']:,} ties, {outputs['wrong']:,} wrong"
+        )
+    if deployment := results.get("deployment"):
+        lines.append(f"the draft may {'' if deployment['serves_draft'] else 'not '}be served: {deployment['reason']}")
+    return "\n".join(lines)
 
 
 def _count(counts: dict[str, int], key: str) -> str:

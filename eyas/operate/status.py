@@ -25,6 +25,7 @@ from eyas.operate.messages import ProgressMessage, read_progress
 from eyas.operate.phases import PHASES, Phase, phase_folders, phase_of_stage
 from eyas.workspace import RunFolder
 
+_RESULTS = ("accept_length", "predicted_accept_length", "baselines", "speedup", "timing", "outputs", "deployment")
 _RECORD_UNITS = {"records", "prompts", "rows"}
 
 PhaseState = Literal["waiting", "running", "stalled", "stopped", "failed", "damaged", "outdated", "done"]
@@ -105,7 +106,7 @@ def read_status(root: Path, *, work: dict[str, dict[str, Any]] | None = None) ->
         decisions=plan.get("decisions", []),
         alarms=_alarms(run, phases, disk, forecast),
         servers=_optional_json(run.progress / "servers.json").get("servers", []) if _is_generating(phases) else [],
-        results={key: results[key] for key in ("accept_length", "predicted_accept_length", "speedup", "outputs") if key in results},
+        results={key: results[key] for key in _RESULTS if key in results},
     )
 
 

@@ -20,6 +20,7 @@ from eyas.operate.curve_result import advice, read_curve
 from eyas.operate.prompt_accounts import prompt_accounts
 from eyas.operate.wording import bars, curve, duration
 from eyas.progress import HISTORY_NAME
+from eyas.speculate.report import span
 from eyas.workspace import RunFolder
 
 MOST_ROWS = 24
@@ -103,7 +104,7 @@ def training(run: RunFolder) -> Table | None:
     rows = [
         {
             "step": step,
-            "epoch": at[step]["epoch"],
+            "epoch": at[step]["epoch"] + 1,
             "loss": _rounded(trained.get(step, {}).get("loss")),
             "accept length": _rounded(lengths_at.get(step)),
             "learning rate": f"{rate:.2e}" if (rate := trained.get(step, {}).get("learning_rate")) is not None else None,
@@ -154,13 +155,12 @@ def benchmark(run: RunFolder) -> Table | None:
     rows = []
     for kind in ("per_dataset", "per_set"):
         for name, item in results.get(kind, {}).items():
-            low, high = item["interval_95"]
             outputs = item["outputs"]
             rows.append(
                 {
                     "prompts": name if kind == "per_dataset" else f"set {name}",
                     "accept length": round(item["accept_length"], 3),
-                    "95 %": f"{low:.2f}–{high:.2f}",
+                    "95 %": span(item["interval_95"], 2),
                     "verifications": item["num_verifications"],
                     "predicted": _rounded(item.get("predicted_accept_length")),
                     **{key.replace("_", " "): _rounded(value) for key, value in item["baselines"].items()},
@@ -168,7 +168,9 @@ def benchmark(run: RunFolder) -> Table | None:
                 }
             )
     overall, speedup = results["accept_length"]["overall"], results.get("speedup")
-    faster = f", speed-up {speedup:.2f}×" if speedup else ""
+    timing = results.get("timing") or [{}]
+    spread = f" ({timing[0]['speedup_min']:.2f}–{timing[0]['speedup_max']:.2f})" if timing[0] else ""
+    faster = f", speed-up {speedup:.2f}×{spread}" if speedup else ""
     return Table("accept-length", f"accept length {overall:.2f}{faster}, {results['outputs']['wrong']} replies wrong", rows)
 
 

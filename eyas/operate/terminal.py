@@ -1,7 +1,8 @@
 """What a person sees while a phase runs: bars on a terminal, plain lines every 20 s elsewhere.
 
 Both show count, rate and remaining time. A phase that knows better than a straight line says so in its
-figures (`remaining_s`: seconds, or a word while it cannot know), and that is shown instead.
+figures (`remaining_s`: seconds, or a word while it cannot know), and that is shown instead. What has ended
+stands as one line, without a time: how long a phase took is said once, from its manifests.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 
-from eyas.operate.wording import SHOWN_ELSEWHERE, duration, number
+from eyas.operate.wording import describe_amount, describe_figures, duration, size
 from eyas.progress import Progress, Report
 
 
@@ -39,7 +40,7 @@ def terminal(*, every_s: float = 20.0) -> Iterator[Terminal]:
     columns = (
         TextColumn("[bold]{task.description}"),
         BarColumn(bar_width=24),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f} {task.fields[unit]}"),
+        TextColumn("{task.fields[amount]}"),
         TextColumn("{task.fields[pace]}"),
         TextColumn("[dim]{task.fields[figures]}"),
     )
@@ -57,13 +58,13 @@ class Pace:
         """For instance "3.1/s, 2 min left"; `seconds` is a monotonic clock."""
         started_s, started_done = self._first.setdefault((progress.stage, progress.name), (seconds, progress.done))
         elapsed_s, made = seconds - started_s, progress.done - started_done
-        if progress.is_final:
-            return f"in {duration(elapsed_s)}"
-        if made <= 0 or elapsed_s <= 0:
+        if progress.is_final or made <= 0 or elapsed_s <= 0:
             return ""
         rate = made / elapsed_s
         remaining = progress.figures.get("remaining_s", (progress.total - progress.done) / rate)
         left = f", {duration(float(remaining))} left" if not isinstance(remaining, str) and progress.total else ""
+        if progress.unit == "bytes":
+            return f"{size(rate)}/s{left}"
         return f"{rate:,.1f}/s{left}" if rate >= 1 else f"{rate * 60:,.1f}/min{left}"
 
 
@@ -87,30 +88,37 @@ class PlainLines:
             self._shown[key] = seconds
             if progress.is_final:
                 self._ended.add(key)
-            counts = f"{progress.done:,}/{progress.total:,} {progress.unit}"
-            parts = [part for part in (counts, pace, describe_figures(progress)) if part]
-            print(f"{title(progress)}: " + "  ".join(parts), file=sys.stderr, flush=True)
+            print(line(progress, pace), file=sys.stderr, flush=True)
 
 
 class TerminalBars:
-    """One bar per piece of work."""
+    """One bar per piece of work that moves; one that has ended becomes a line above the bars."""
 
     def __init__(self, bars: Bars) -> None:
         self._bars = bars
         self._tasks: dict[tuple[str, str], TaskID] = {}
+        self._ended: set[tuple[str, str]] = set()
         self._pace = Pace()
         self._lock = threading.Lock()
 
     def __call__(self, progress: Progress) -> None:
         with self._lock:
+            key = (progress.stage, progress.name)
+            if key in self._ended:
+                return
+            if progress.is_final:
+                self._ended.add(key)
+                if key in self._tasks:
+                    self._bars.remove_task(self._tasks[key])
+                self._bars.console.print(line(progress), markup=False)
+                return
             shown = {
                 "completed": progress.done,
                 "total": max(progress.total, progress.done),
-                "unit": progress.unit,
+                "amount": describe_amount(progress.done, progress.total, progress.unit),
                 "pace": self._pace.describe(progress, time.monotonic()),
-                "figures": describe_figures(progress),
+                "figures": describe_figures(progress.figures),
             }
-            key = (progress.stage, progress.name)
             if key not in self._tasks:
                 self._tasks[key] = self._bars.add_task(title(progress), **shown)  # type: ignore[arg-type]
             else:
@@ -122,7 +130,7 @@ def title(progress: Progress) -> str:
     return f"{progress.stage} {progress.name}" if progress.name else progress.stage
 
 
-def describe_figures(progress: Progress, limit: int = 3) -> str:
-    """The first few figures as key=value; counts and remaining time are shown elsewhere."""
-    shown = [(key, value) for key, value in progress.figures.items() if key not in SHOWN_ELSEWHERE]
-    return " ".join(f"{key}={number(value)}" for key, value in shown[:limit])
+def line(progress: Progress, pace: str = "") -> str:
+    """A state of one piece of work as one line."""
+    parts = [describe_amount(progress.done, progress.total, progress.unit), pace, describe_figures(progress.figures)]
+    return f"{title(progress)}: " + "  ".join(part for part in parts if part)

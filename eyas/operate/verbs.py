@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import logging
 import signal
 import sys
@@ -30,7 +31,7 @@ def run_verb(options: argparse.Namespace, api_key: str) -> int:
     if options.no_prefect or options.dry_run:
         return _run_phases(options, api_key, PHASES)
     from eyas.operate.children import child_process, wait_for
-    from eyas.operate.following import follow_log, follow_progress
+    from eyas.operate.following import follow_log, follow_progress, readable
     from eyas.operate.preflight import preflight
     from eyas.operate.terminal import terminal
 
@@ -43,11 +44,11 @@ def run_verb(options: argparse.Namespace, api_key: str) -> int:
     command = [sys.executable, "-m", "flows.pipeline", "--config", str(resolved), "--run", str(run.root)]
     command += ["--ui"] if options.ui else []
     with terminal() as screen:
-        progress, lines = follow_progress(run.progress, screen.report), follow_log(log, screen.say)
+        progress, lines = follow_progress(run.progress, screen.report), follow_log(log, readable(screen.say))
 
         def look() -> None:
+            progress()  # first: the sentence at a phase's end stands under its last line
             lines()
-            progress()
 
         with child_process(command, log=log, parent_death_signal=signal.SIGINT, grace_s=FLOW_GRACE_S) as process:
             try:
@@ -58,7 +59,7 @@ def run_verb(options: argparse.Namespace, api_key: str) -> int:
     if code < 0:
         raise EyasError(f"the run's process was killed by signal {-code} (log {log}); run the same command again to continue")
     if code == 0:
-        print(f"report: {run.root / 'report.html'}")
+        _show_result(run, opens=options.open)
     return code
 
 
@@ -312,15 +313,29 @@ def report_verb(options: argparse.Namespace, api_key: str) -> int:
 
     markdown, html = write_report(RunFolder(options.run))
     print(f"report: {markdown}\n        {html}")
-    if options.open and not webbrowser.open(html.resolve().as_uri()):
-        print("no browser on this machine; copy report.html to one, it needs nothing else")
+    if options.open:
+        _open(html)
     return 0
+
+
+def _show_result(run: RunFolder, *, opens: bool) -> None:
+    """What a finished run has come to: phases, curves, figures, the draft's folder and the report's."""
+    from eyas.operate.screen import render_result
+
+    Console(highlight=False, soft_wrap=True).print(render_result(run))
+    if opens:
+        _open(run.root / "report.html")
+
+
+def _open(html: Path) -> None:
+    if not webbrowser.open(html.resolve().as_uri()):
+        print("no browser on this machine; copy report.html to one, it needs nothing else")
 
 
 def read_config(options: argparse.Namespace) -> RunConfig:
     """The config that the options name, or the one that the run recorded; named after the run folder unless it has a name."""
     if options.config is not None:
-        config = load_config(options.config, options.set)
+        config = load_config(find_config(options.config), options.set)
     else:
         from eyas.operate.status import damaged_run
 
@@ -337,12 +352,27 @@ def read_config(options: argparse.Namespace) -> RunConfig:
     return config
 
 
+def find_config(path: Path) -> Path:
+    """The file itself, or the preset of that name that is installed with Eyas: `local-smollm2-quick`."""
+    if path.exists() or path.suffix or len(path.parts) != 1:
+        return path
+    presets = presets_by_name()
+    if path.name not in presets:
+        raise ConfigError(f"config {path} is neither a file nor a preset; presets are {', '.join(presets)}")
+    return presets[path.name]
+
+
+def presets_by_name() -> dict[str, Path]:
+    """Run configs that are installed with Eyas, beside the deployments that are made of them."""
+    found = importlib.util.find_spec("deployments")
+    folders = [Path(folder) / "presets" for folder in (found.submodule_search_locations or [])] if found else []
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
+
+
 def _recorded_config(run: Path) -> Path:
     source = RunFolder(run).run_json
     if not source.is_file():
-        raise ConfigError(
-            f"{run} holds no run yet and no --config is given; name a config, for instance one of deployments/presets"
-        )
+        raise ConfigError(f"{run} holds no run yet and no --config is given; name one, for instance --config local-smollm2-quick")
     return source
 
 
@@ -369,7 +399,10 @@ def _run_phases(options: argparse.Namespace, api_key: str, phases: Sequence[Phas
     with terminal() as screen:
         run_pipeline(run, config, phases=phases, report=screen.report, api_key=key, say=screen.say, ask=ask_on_terminal)
     _, html = write_report(run)
-    print(f"done: {', '.join(phases)}; report: {html}")
+    if options.verb == "run":
+        _show_result(run, opens=options.open)
+    else:
+        print(f"done: {', '.join(phases)}; report: {html}")
     return 0
 
 

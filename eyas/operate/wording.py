@@ -36,6 +36,19 @@ def size(num_bytes: float) -> str:
     return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.3g} {units[0]}"
 
 
+def describe_amount(done: float, total: float, unit: str) -> str:
+    """How much of a piece of work is done: 24 of 192 records, 1.2 MB of 3 MB; without a total while there is none."""
+    if unit == "bytes":
+        return f"{size(done)} of {size(total)}"
+    return f"{done:,.0f} of {total:,.0f} {unit}" if total else f"{done:,.0f} {unit}"
+
+
+def describe_figures(figures: dict[str, float | int | str], limit: int = 3) -> str:
+    """The first few figures of a progress message as words; counts and remaining time have places of their own."""
+    shown = [(key.replace("_", " "), value) for key, value in figures.items() if key not in SHOWN_ELSEWHERE]
+    return ", ".join(f"{key}: {value}" if isinstance(value, str) else f"{key} {number(value)}" for key, value in shown[:limit])
+
+
 def bars(counts: list[int] | list[float]) -> str:
     """Counts as one line of block characters, the tallest full; an empty bin stays blank."""
     top = max(counts, default=0)

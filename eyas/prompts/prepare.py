@@ -14,7 +14,7 @@ import pyarrow as pa
 from eyas.config import RunConfig
 from eyas.errors import ConfigError, TooManyRejects
 from eyas.files import atomic_file
-from eyas.manifest import MANIFEST_NAME, Counts, Manifest, file_entries, fingerprint, finished_manifest, load_manifest, now
+from eyas.manifest import MANIFEST_NAME, Counts, Manifest, file_entries, fingerprint, finished_manifest, load_manifest
 from eyas.progress import Progress, Report, silent
 from eyas.prompts.candidates import REJECTS_NAME, candidates_fingerprint, reject_line, write_candidates
 from eyas.prompts.config import DatasetConfig, PromptsConfig
@@ -91,7 +91,6 @@ def _write_dataset(
     inputs: dict[str, str],
     wanted: str,
 ) -> Manifest:
-    started_at = now()
     folder = run.prompts(dataset.name)
     (folder / MANIFEST_NAME).unlink(missing_ok=True)  # from here on the folder is unfinished
     for leftover in folder.glob(".*.tmp"):
@@ -148,7 +147,7 @@ def _write_dataset(
             "template": preparation.traits.as_json(),
             "license": dataset.license or _source(config, dataset).license,
         },
-        started_at=started_at,
+        started_at=account.started_at,  # reading its rows is the longer part
     ).write(folder)
 
 

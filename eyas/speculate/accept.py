@@ -100,13 +100,18 @@ def walk(reply: Sequence[int], num_draft_tokens: int, propose: Callable[[int], S
     return counts
 
 
-def interval(counts: Sequence[AcceptCounts], share: float = 0.95, *, seed: int = 0) -> tuple[float, float]:
-    """Bootstrap interval of the pooled accept length over requests (percentiles of 2,000 resamples)."""
+def interval(counts: Sequence[AcceptCounts], share: float = 0.95, *, seed: int = 0) -> list[float] | None:
+    """Bootstrap interval of the pooled accept length over requests (percentiles of 2,000 resamples): [low, high].
+
+    None for fewer than two requests: one request says nothing of how requests differ, and would give a width of zero.
+    """
+    if len(counts) < 2:
+        return None
     verifications = np.array([item.verifications for item in counts], dtype=np.float64)  # [requests]
     accepted = np.array([item.accepted for item in counts], dtype=np.float64)
     if not verifications.sum():
-        return 1.0, 1.0
+        return [1.0, 1.0]
     drawn = np.random.default_rng(seed).integers(0, len(counts), size=(BOOTSTRAP_SAMPLES, len(counts)))
     lengths = 1.0 + accepted[drawn].sum(axis=1) / np.maximum(verifications[drawn].sum(axis=1), 1.0)  # [samples]
     low, high = np.quantile(lengths, [(1 - share) / 2, (1 + share) / 2])
-    return float(low), float(high)
+    return [float(low), float(high)]

@@ -29,7 +29,7 @@ from eyas.speculate.blocks import BlockStore
 from eyas.speculate.canary import fits_here
 from eyas.speculate.config import BenchmarkConfig
 from eyas.speculate.contexts import by_context
-from eyas.speculate.deploy import Check, decide, result_checks
+from eyas.speculate.deploy import Check, decide, reservations, result_checks
 from eyas.speculate.launch import DEFAULT_URL, ENVIRONMENT_FILE, compose_file, environment_file, launch_command, server_flags
 from eyas.speculate.lossless import LocalJudge, Measure, load_judge
 from eyas.speculate.measure import Predict, collect, compare, num_blocks
@@ -82,7 +82,7 @@ def benchmark(
         if results["predicted_accept_length"] is None:
             results["predicted_accept_length"] = _figure_of_training(run)
         identity = [Check.model_validate(check) for check in measurements[0].identity]
-        decision = decide(identity + result_checks(results, config.benchmark))
+        decision = decide(identity + result_checks(results, config.benchmark), reservations(results))
         results["deployment"] = decision.model_dump()
         _write_outputs(run, results)
         num_rows = sum(len(measurement.rows) for measurement in measurements)

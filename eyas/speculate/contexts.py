@@ -31,7 +31,7 @@ def by_context(rows: Sequence[Row], trained_tokens: int) -> list[dict[str, Any]]
                 "is_longer_than_training": low is not None and low >= trained_tokens,
                 "num_requests": len(mine),
                 "accept_length": total.accept_length,
-                "interval_95": list(interval(counts)),
+                "interval_95": interval(counts),
                 "num_verifications": total.verifications,
                 "predicted_accept_length": pool(predicted).accept_length if predicted else None,
             }

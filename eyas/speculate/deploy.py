@@ -8,6 +8,7 @@ decision says why. A right output with a poor accept length is how a wrong layer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -83,7 +84,20 @@ def result_checks(results: dict[str, Any], config: BenchmarkConfig) -> list[Chec
     return checks
 
 
-def decide(checks: list[Check]) -> Decision:
-    """Serve the draft if every check holds; otherwise say which did not and what was wanted."""
+def reservations(results: dict[str, Any]) -> list[str]:
+    """What speaks against a draft that is otherwise in order: a drafter without a model is as good, or nothing is gained."""
+    accept = results["accept_length"]["overall"]
+    better = {name: value for name, value in results["baselines"].items() if value >= accept}
+    said = [
+        f"{name.replace('_', ' ')}, which needs no draft, reaches {value:.3f} to its {accept:.3f}" for name, value in better.items()
+    ]
+    if results["speedup"] is not None and results["speedup"] < 1:
+        said.append(f"it makes replies slower ({results['speedup']:.2f}×) at {results['timing'][0]['concurrency']} in flight")
+    return said
+
+
+def decide(checks: list[Check], reservations: Sequence[str] = ()) -> Decision:
+    """Serve the draft if every check holds, with reservations if there are any; otherwise say what failed and was wanted."""
     failed = [f"{check.name}: {check.seen}, wanted {check.wanted}" for check in checks if not check.holds]
-    return Decision(serves_draft=not failed, reason="; ".join(failed) or "all checks hold", checks=checks)
+    reason = "; ".join(failed) or "; but ".join(["all checks hold", *reservations])
+    return Decision(serves_draft=not failed, reason=reason, checks=checks)

@@ -19,7 +19,7 @@ from typing import Any
 
 from eyas.speculate.accept import AcceptCounts, pool
 from eyas.speculate.baselines import BigramTable, bigram_counts, prompt_lookup_counts
-from eyas.speculate.blocks import SIDES, BlockStore, Point, Visit, visits_of
+from eyas.speculate.blocks import SIDES, BlockStore, Kind, Point, Visit, visits_of
 from eyas.speculate.config import BenchmarkConfig, DraftShape
 from eyas.speculate.load import Block, Server, run_block
 from eyas.speculate.loops import loop_free_tokens
@@ -34,6 +34,7 @@ Predict = Callable[[Sequence[tuple[list[int], list[int]]]], Sequence[AcceptCount
 Sets = dict[str, list[BenchmarkPrompt]]
 Blocks = dict[tuple[Visit, Point], Block]
 
+WORDS: dict[Kind, str] = {"count": "replies compared", "sample": "replies drawn at temperature 1", "time": "timed"}
 SAMPLED_TOKENS = 8
 WARM_UP_TOKENS = 4
 
@@ -81,7 +82,8 @@ def collect(
             blocks[visit, point] = block
             if point.kind == "count" and visit.side == "off":
                 asked[point.set] = Asked.of(sets[point.set], block, config.max_new_tokens)
-            step(point.set, f"{visit.shape} {visit.side} {point.kind} at {point.concurrency}")
+            with_draft = f"with the draft ({visit.shape})" if visit.side == "on" else "without draft"
+            step(point.set, f"{with_draft}, {WORDS[point.kind]}, {point.concurrency} in flight")
     return blocks, asked
 
 

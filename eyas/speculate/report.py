@@ -8,14 +8,14 @@ from typing import Any
 def render_report(results: dict[str, Any]) -> str:
     """`report.md`: the figures with their raw counts, spread and what they do not say."""
     accept, outputs = results["accept_length"], results["outputs"]
-    low, high = accept["interval_95"]
     lines = [
         "# Benchmark of the draft",
         "",
         f"Engine: {results['engine']} ({_details(results['engine_details'])}), "
         f"K = {results['num_draft_tokens']} drafts per verification.",
         "",
-        f"**Accept length {accept['overall']:.3f}** (95 % interval {low:.3f}–{high:.3f}; {accept['num_accepted']:,} accepted in "
+        f"**Accept length {accept['overall']:.3f}** (95 % interval {span(accept['interval_95'])}; "
+        f"{accept['num_accepted']:,} accepted in "
         f"{accept['num_verifications']:,} verifications; {accept['overall_pools']}). {results['definition'].capitalize()}.",
         "",
     ]
@@ -77,6 +77,11 @@ def findings(results: dict[str, Any]) -> list[str]:
     return [*sentences, _sampling(results["sampling"])]
 
 
+def span(interval: list[float] | None, digits: int = 3) -> str:
+    """Both ends of an interval; a dash where one reply gives none."""
+    return "–" if interval is None else f"{interval[0]:.{digits}f}–{interval[1]:.{digits}f}"
+
+
 def _per_dataset(results: dict[str, Any]) -> list[str]:
     """What one request of each dataset sees, at the first number in flight."""
     rows = [(name, item["timing"][0]) for name, item in results["per_dataset"].items() if item["timing"]]
@@ -100,8 +105,7 @@ def _by_context(results: dict[str, Any]) -> list[str]:
     for band in results["by_context"]:
         name = f"up to {band['up_to']:,}" if band["up_to"] is not None else f"above {band['above']:,}"
         name += " (longer than any trained record)" if band["is_longer_than_training"] else ""
-        low, high = band["interval_95"]
-        cells = [name, f"{band['accept_length']:.3f}", f"{low:.3f}–{high:.3f}", f"{band['num_verifications']:,}"]
+        cells = [name, f"{band['accept_length']:.3f}", span(band["interval_95"]), f"{band['num_verifications']:,}"]
         lines.append("| " + " | ".join([*cells, _number(band["predicted_accept_length"])]) + " |")
     return lines
 
@@ -149,12 +153,11 @@ def _details(details: dict[str, Any]) -> str:
 
 
 def _accept_line(name: str, item: dict[str, Any]) -> str:
-    low, high = item["interval_95"]
     outputs, baselines = item["outputs"], item["baselines"]
     cells = [
         name,
         f"{item['accept_length']:.3f}",
-        f"{low:.3f}–{high:.3f}",
+        span(item["interval_95"]),
         f"{item['num_verifications']:,}",
         _number(item["predicted_accept_length"]),
         _number(baselines.get("bigram")),

@@ -226,8 +226,8 @@ def _accept(rows: list[Row]) -> dict[str, Any]:
     names = sorted({name for row in rows for name in row.baselines})
     return {
         "accept_length": total.accept_length,
-        "interval_80": list(interval(counts, 0.80)),
-        "interval_95": list(interval(counts, 0.95)),
+        "interval_80": interval(counts, 0.80),
+        "interval_95": interval(counts, 0.95),
         "num_requests": len(rows),
         "num_verifications": total.verifications,
         "num_accepted": total.accepted,

@@ -72,6 +72,20 @@ async def test_a_gate_is_told_once(target: Path, tmp_path: Path, caplog: pytest.
     assert "(warns above 30%)" in warnings[0]
 
 
+async def test_what_is_waited_for_is_said_once_and_in_order(target: Path, tmp_path: Path) -> None:
+    config = tiny_config(target, {"a": 4, "b": 4}, generation={"canary": 2, "proof_prompts": 3})
+    run = RunFolder(tmp_path).create()
+    for name in ("a", "b"):
+        write_prompts(run, config, name, 5)
+    said: list[str] = []
+    with LoopbackServer(target) as server:
+        await generate(run, config, urls=[server.url], say=said.append)
+    assert [text.split(":")[0] for text in said] == ["proofs", "proofs", "canary"]
+    assert "every server (1)" in said[0]
+    assert "3 prompts" in said[1]
+    assert "first 2 replies" in said[2]
+
+
 def test_old_replies_leave_the_window() -> None:
     gates = Gates("a", GatesConfig(window=10, min_replies=4))
     for number in range(40):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from eyas.errors import EyasError, TooManyRejects
+from eyas.errors import ConfigError, EyasError, TooManyRejects
 from eyas.operate import cli, verbs
 from eyas.operate.children import is_alive
 from eyas.operate.keys import server_api_key
@@ -66,6 +66,17 @@ def test_a_run_folder_without_a_name_is_not_the_current_folder(capsys: pytest.Ca
             cli.main(["status", "--run", name])
         assert left.value.code == 2
         assert "wanted the name of a folder" in capsys.readouterr().err
+
+
+def test_a_preset_goes_by_its_name_and_a_file_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of a checkout there is no deployments/presets."""
+    monkeypatch.chdir(tmp_path)
+    assert verbs.find_config(Path("local-smollm2-quick")).is_file()
+    assert verbs.find_config(Path("my.yaml")) == Path("my.yaml")
+    (tmp_path / "local-smollm2-quick").write_text("{}")
+    assert verbs.find_config(Path("local-smollm2-quick")) == Path("local-smollm2-quick"), "one's own file comes first"
+    with pytest.raises(ConfigError, match=r"neither a file nor a preset; presets are .*local-smollm2-default"):
+        verbs.find_config(Path("local-smollm2"))
 
 
 def test_unknown_verb_is_bad_input() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -11,14 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress as Bars
+from rich.progress import TextColumn
 
 from eyas.config import RunConfig
 from eyas.errors import ConfigError, EyasError
 from eyas.files import read_json
 from eyas.operate import pipeline
 from eyas.operate.children import child_process, is_alive, last_lines, wait_for
-from eyas.operate.following import follow_log, follow_progress
-from eyas.operate.terminal import PlainLines
+from eyas.operate.following import follow_log, follow_progress, readable
+from eyas.operate.terminal import PlainLines, TerminalBars
 from eyas.progress import Progress, recorder
 from eyas.workspace import RunFolder, exclusive
 
@@ -128,9 +132,46 @@ def test_plain_lines_are_few_and_say_rate_and_remaining_time(
     show(Progress(stage="generate", name="B1", done=200, total=200, unit="records", is_final=True))
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 7  # at the start, every 20 s, at the end
-    assert lines[0] == "generate B1: 0/200 records  tokens_mean=3.25"
-    assert lines[2] == "generate B1: 40/200 records  1.0/s, 3 min left  tokens_mean=3.25"
-    assert lines[-1] == "generate B1: 200/200 records  in 2 min"
+    assert lines[0] == "generate B1: 0 of 200 records  tokens mean 3.25"
+    assert lines[2] == "generate B1: 40 of 200 records  1.0/s, 3 min left  tokens mean 3.25"
+    assert lines[-1] == "generate B1: 200 of 200 records"
+
+
+def test_a_bar_that_has_ended_becomes_a_line() -> None:
+    """Thirty finished bars would fill the screen and push what moves out of sight."""
+    console = Console(force_terminal=True, highlight=False, width=100, height=20, file=io.StringIO())
+    with Bars(TextColumn("{task.description}"), console=console, auto_refresh=False) as bars:
+        show = TerminalBars(bars)
+        show(Progress(stage="merge", done=500, total=1_000, unit="bytes"))
+        show(Progress(stage="train", done=1, total=9, unit="steps", figures={"loss": 2.5}))
+        assert [task.description for task in bars.tasks] == ["merge", "train"]
+        for _ in range(2):
+            show(Progress(stage="merge", done=1_500, total=1_500, unit="bytes", is_final=True))
+        assert [task.description for task in bars.tasks] == ["train"]
+    assert console.file.getvalue().count("merge: 1.5 kB of 1.5 kB") == 1  # type: ignore[attr-defined]
+
+
+def test_a_flows_log_is_read_without_what_is_shown_otherwise() -> None:
+    said: list[str] = []
+    pass_on = readable(said.append)
+    for line in (
+        "Prefect UI while it runs: http://127.0.0.1:4200/runs",
+        "05:43:22.244 | INFO    | prefect.engine - View at http://127.0.0.1:4200/runs/flow-run/c1087d6e-f219",
+        "05:43:22.339 | INFO    | Flow run 'pipeline runs/demo-quick' - Beginning flow run 'pipeline runs/demo-quick'",
+        "05:43:26.387 | INFO    | Task run 'candidates B7' - Finished in state Completed()",
+        "05:43:27.387 | INFO    | Flow run 'pipeline runs/demo-quick' - prepare done in 5 s: 9 in - 8 done",
+        "05:44:05.115 | WARNING | eyas.generation.session - dataset B2: 34% of the last 50 replies are empty",
+        "05:44:06.115 | ERROR   | Task run 'merge' - Finished in state Failed('no space')",
+        "  a line of a traceback - with a dash",
+    ):
+        pass_on(line)
+    assert said == [
+        "Prefect UI while it runs: http://127.0.0.1:4200/runs",
+        "prepare done in 5 s: 9 in - 8 done",
+        "warning: dataset B2: 34% of the last 50 replies are empty",
+        "error: Finished in state Failed('no space')",
+        "  a line of a traceback - with a dash",
+    ]
 
 
 def test_another_process_is_followed_from_where_it_stands(tmp_path: Path) -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from eyas.files import read_json, write_json
 from eyas.manifest import load_manifest
 from eyas.operate.messages import read_history
-from eyas.operate.screen import render_status
+from eyas.operate.screen import describe_end, render_result, render_status
 from eyas.operate.status import RunStatus, read_status
 from eyas.progress import Progress, recorder
 from eyas.workspace import RunFolder
@@ -45,8 +46,12 @@ def report_half(run: RunFolder) -> None:
 
 
 def text_of(status: RunStatus) -> str:
+    return text_of_renderable(render_status(status))
+
+
+def text_of_renderable(view: RenderableType) -> str:
     console = Console(width=140, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(render_status(status))
+    console.print(view)
     return console.export_text()
 
 
@@ -64,6 +69,33 @@ def test_finished_run(finished_run: RunFolder) -> None:
     }
     assert status.results["outputs"]["wrong"] == 0
     assert "speed-up" in text_of(status)
+
+
+def test_a_finished_phase_is_told_in_one_sentence(finished_run: RunFolder) -> None:
+    """What was rejected, by its most frequent reason first, and the seconds of the manifests that the report shows, too."""
+    phase = read_status(finished_run.root).phases[0]
+    sentence = describe_end(phase.model_copy(update={"rejected_by_reason": {"too_long": 2, "over_quota": 2_000}}))
+    counts = phase.counts
+    assert sentence.endswith(
+        f"{counts['in']:,} in, {counts['done']:,} done, {counts['rejected']:,} rejected (2,000 over quota, 2 too long)"
+    )
+    assert re.match(r"prepare done in \d+ (s|min|h): ", sentence)
+    assert describe_end(phase.model_copy(update={"finished_at": ""})) == "prepare done"
+
+
+def test_the_end_of_a_run_says_what_it_came_to(finished_run: RunFolder) -> None:
+    results = read_json(finished_run.benchmark / "results.json")
+    text = text_of_renderable(render_result(finished_run))
+    point = results["timing"][0]
+    for part in (
+        f"95 %: {results['accept_length']['interval_95'][0]:.2f}",
+        f"bigram {results['baselines']['bigram']:.3f}",
+        f"speed-up {point['speedup']:.2f}× at {point['concurrency']} in flight ({point['speedup_min']:.2f}–",
+        f"{results['outputs']['checked']} replies with the draft beside the target's own",
+        f"draft: {finished_run.export}",
+        "report.html",
+    ):
+        assert part in text
 
 
 def test_new_run(run: RunFolder) -> None:
@@ -95,7 +127,7 @@ def test_progress_in_tokens_is_not_counted_as_records(half_run: RunFolder) -> No
     recorder(half_run.progress)(Progress(stage="extract", name="B1_calls", done=500, total=1000, unit="tokens"))
     status = read_status(half_run.root)
     assert status.phases[3].counts == {}
-    assert "50% of 1,000 tokens" in text_of(status)
+    assert "500 of 1,000 tokens (50%)" in text_of(status)
 
 
 def test_killed_process_is_stopped_not_running(half_run: RunFolder) -> None:

@@ -84,7 +84,7 @@ def install(paper: Paper, patch: pytest.MonkeyPatch) -> None:
         }
 
     class GenerationSession:
-        def __init__(self, run: RunFolder, config: RunConfig, *, urls: list[str], api_key: str = "", report: Any) -> None:
+        def __init__(self, run: RunFolder, config: RunConfig, *, urls: list[str], api_key: str = "", report: Any, say: Any) -> None:
             self.run, self.config, self.report = run, config, report
 
         async def __aenter__(self) -> GenerationSession:

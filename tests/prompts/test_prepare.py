@@ -48,6 +48,12 @@ def test_prompts_have_the_documented_schema_order_and_content(prepared, tmp_path
     verify_manifest(tmp_path / "run" / "prompts" / "B")
 
 
+def test_the_time_that_is_told_includes_reading_the_rows(prepared, tmp_path: Path) -> None:
+    manifest, _, _ = prepared(_rows(0, 20))
+    (read,) = (tmp_path / "run" / "prompts" / "B").glob("candidates-*/manifest.json")
+    assert manifest.started_at == load_manifest(read.parent).started_at
+
+
 def test_a_response_never_outgrows_the_context(prepared) -> None:
     _, prompts, _ = prepared(
         [chat("word " * count) for count in (10, 150, 350)], dataset={"max_new_tokens": 10_240}, min_response_room=100

@@ -50,7 +50,15 @@ def test_vllm_counters_have_the_same_meaning() -> None:
 
 def test_nothing_verified_is_1() -> None:
     assert AcceptCounts().accept_length == 1.0
-    assert interval([AcceptCounts()]) == (1.0, 1.0)
+    assert interval([AcceptCounts(), AcceptCounts()]) == [1.0, 1.0]
+
+
+def test_one_reply_has_no_interval() -> None:
+    """Resampled, one request gives itself every time: a width of zero, which would read as certainty."""
+    one = AcceptCounts(verifications=20, accepted=9)
+    assert interval([one]) is None
+    low, high = interval([one, AcceptCounts(verifications=20, accepted=1)]) or []
+    assert (low, high) == pytest.approx((1.05, 1.45))
 
 
 def test_walk_accepts_runs_of_hits_and_adds_one_token_each() -> None:

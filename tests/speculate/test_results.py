@@ -8,7 +8,7 @@ import pytest
 
 from eyas.speculate.config import BenchmarkConfig, DraftShape
 from eyas.speculate.contexts import by_context
-from eyas.speculate.deploy import Check, decide, identity_checks, result_checks
+from eyas.speculate.deploy import Check, decide, identity_checks, reservations, result_checks
 from eyas.speculate.report import render_report
 from eyas.speculate.results import GridPoint, Row, Sampled, SetMeasurement, TimedBlock, summarise
 
@@ -68,6 +68,23 @@ def test_overall_pools_raw_counts_of_the_heldout_prompts(measurements: list[SetM
     assert accept["per_set"] == {"heldout": pytest.approx(1.4), "mt-bench": 1.0}
     assert (accept["num_verifications"], accept["num_accepted"], accept["overall_pools"]) == (50, 20, "heldout")
     assert accept["interval_95"][0] <= accept["interval_80"][0] <= 1.4 <= accept["interval_80"][1] <= accept["interval_95"][1]
+
+
+def test_a_draft_that_a_drafter_without_model_beats_is_served_with_that_reservation(measurements: list[SetMeasurement]) -> None:
+    results = results_of(measurements)
+    assert reservations(results) == []
+    lookup = results | {"baselines": {"bigram": 1.2, "prompt_lookup": 1.41}}
+    decision = decide([], reservations(lookup))
+    assert decision.serves_draft
+    assert decision.reason == "all checks hold; but prompt lookup, which needs no draft, reaches 1.410 to its 1.400"
+    slow = results | {"speedup": 0.9}
+    assert decide([], reservations(slow)).reason == "all checks hold; but it makes replies slower (0.90×) at 1 in flight"
+
+
+def test_a_dataset_of_one_reply_has_no_interval(measurements: list[SetMeasurement]) -> None:
+    results = results_of(measurements)
+    assert results["per_dataset"]["b2"]["interval_95"] is None
+    assert "| b2 | 2.000 | – | 10 |" in render_report(results)
 
 
 def test_without_heldout_prompts_overall_pools_all_sets(measurements: list[SetMeasurement]) -> None:
