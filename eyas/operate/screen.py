@@ -68,13 +68,10 @@ def render_status(status: RunStatus) -> RenderableType:
 
 
 def render_result(run: RunFolder) -> RenderableType:
-    """What a run has come to, for its last lines: its state, the curves of its training, and where draft and report lie."""
+    """What a run has come to: its state, its figures, and the curves of its training."""
     lines: list[RenderableType] = [render_status(read_status(run.root))]
     if (table := training(run)) is not None:
         lines.append(Text(f"training: {table.headline}"))
-    if (run.export / "config.json").is_file():
-        lines.append(Text(f"draft: {run.export}   (what SGLang and vLLM load)"))
-    lines.append(Text(f"report: {run.root / 'report.html'}"))
     return Group(*lines)
 
 

@@ -295,7 +295,7 @@ def status_verb(options: argparse.Namespace, api_key: str) -> int:
     if options.json:
         print(status.model_dump_json(indent=2))
     else:
-        Console(highlight=False).print(render_status(status))
+        _console().print(render_status(status))
     return 0
 
 
@@ -322,9 +322,17 @@ def _show_result(run: RunFolder, *, opens: bool) -> None:
     """What a finished run has come to: phases, curves, figures, the draft's folder and the report's."""
     from eyas.operate.screen import render_result
 
-    Console(highlight=False, soft_wrap=True).print(render_result(run))
+    _console().print(render_result(run))
+    if (run.export / "config.json").is_file():
+        print(f"draft: {run.export}   (what SGLang and vLLM load)")
+    print(f"report: {run.root / 'report.html'}")
     if opens:
         _open(run.root / "report.html")
+
+
+def _console() -> Console:
+    """Standard output for tables: as wide as the terminal, and wide enough for every column where it is a file or a pipe."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 def _open(html: Path) -> None:
@@ -419,7 +427,7 @@ def _dry_run(root: Path, config: RunConfig, api_key: str) -> int:
     check_values(spec, config)
     check_later_phases(spec, config, api_key)
     outlook, free = outlook_of(root, config, spec), free_bytes(root)
-    Console(highlight=False).print(render_outlook(outlook, free))
+    _console().print(render_outlook(outlook, free))
     check_budget(outlook, config, spec.hidden_size)
     check_disk(outlook, config, free, str(root))
     return 0

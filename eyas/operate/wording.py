@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 SHOWN_ELSEWHERE = {
-    *("done", "rejected", "pending", "replies", "tokens", "prompt_tokens"),
+    *("done", "rejected", "pending", "retries", "replies", "tokens", "prompt_tokens"),
     *("run_tokens_per_s", "remaining_s", "remaining_low_s", "remaining_high_s"),
 }
 """Figures of a progress message that have a place of their own, or would only take room, in one line."""
@@ -45,7 +45,11 @@ def describe_amount(done: float, total: float, unit: str) -> str:
 
 def describe_figures(figures: dict[str, float | int | str], limit: int = 3) -> str:
     """The first few figures of a progress message as words; counts and remaining time have places of their own."""
-    shown = [(key.replace("_", " "), value) for key, value in figures.items() if key not in SHOWN_ELSEWHERE]
+    shown = [
+        (key.replace("_", " "), value)
+        for key, value in figures.items()
+        if key not in SHOWN_ELSEWHERE and not key.startswith("gate_")
+    ]
     return ", ".join(f"{key}: {value}" if isinstance(value, str) else f"{key} {number(value)}" for key, value in shown[:limit])
 
 

@@ -88,9 +88,8 @@ def reservations(results: dict[str, Any]) -> list[str]:
     """What speaks against a draft that is otherwise in order: a drafter without a model is as good, or nothing is gained."""
     accept = results["accept_length"]["overall"]
     better = {name: value for name, value in results["baselines"].items() if value >= accept}
-    said = [
-        f"{name.replace('_', ' ')}, which needs no draft, reaches {value:.3f} to its {accept:.3f}" for name, value in better.items()
-    ]
+    named = " and ".join(f"{name.replace('_', ' ')} with {value:.3f}" for name, value in better.items())
+    said = [f"without a model, {named} does as well as its {accept:.3f}"] if better else []
     if results["speedup"] is not None and results["speedup"] < 1:
         said.append(f"it makes replies slower ({results['speedup']:.2f}×) at {results['timing'][0]['concurrency']} in flight")
     return said

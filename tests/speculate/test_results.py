@@ -76,7 +76,7 @@ def test_a_draft_that_a_drafter_without_model_beats_is_served_with_that_reservat
     lookup = results | {"baselines": {"bigram": 1.2, "prompt_lookup": 1.41}}
     decision = decide([], reservations(lookup))
     assert decision.serves_draft
-    assert decision.reason == "all checks hold; but prompt lookup, which needs no draft, reaches 1.410 to its 1.400"
+    assert decision.reason == "all checks hold; but without a model, prompt lookup with 1.410 does as well as its 1.400"
     slow = results | {"speedup": 0.9}
     assert decide([], reservations(slow)).reason == "all checks hold; but it makes replies slower (0.90×) at 1 in flight"
 
