@@ -27,7 +27,8 @@ BLOCK = 256
 DRIFT_Z = 4.0
 MIN_LOOKS = 20  # measurements of a context before another speed at it counts as odd
 ODD_LOOKS = 10  # measurements in a row that their contexts do not explain, before all are forgotten
-WARM_UP_S = 20.0  # after t seconds of measuring, 20 / t of the rate may be start-up: caches, graphs, the first prompts
+WARM_UP_S = 30.0  # start-up may take so long: caches, graphs, the first prompts
+STRETCHES = 8
 NEIGHBOURS = 10  # looks that follow each other tell as much as one
 SLOPES = np.concatenate([[0.0], np.geomspace(1 / 64_000, 1 / 500, 600)])  # candidate costs of a context, per token of it
 _FIRST_GUESS = (6.0, 1.2)  # log-normal of the reference run's replies: median 403 … mean 829, before the first sample
@@ -176,9 +177,10 @@ class RateCurve:
         """(peak tokens/s at today's context, scale in requests, relative standard error of the peak)."""
         scale = self._scale()
         peaks = np.array([rate / (1 - math.exp(-running / scale)) for _, running, rate, _ in self._recent])
-        error = float(peaks.std() / peaks.mean() / math.sqrt(max(1.0, len(peaks) / NEIGHBOURS)))
+        slope = float(SLOPES @ self._slope_posterior())  # what contexts that grow explain is no wandering
+        error = _wander(peaks * (1 + slope * np.array([context for *_, context in self._recent])))
         measured_s = self._recent[-1][0] - self._first_s
-        warm_up = WARM_UP_S / max(measured_s, 2 * WARM_UP_S)
+        warm_up = 0.5 * min(1.0, 2 * WARM_UP_S / max(measured_s, 1e-9)) ** 2  # a median soon forgets it
         return float(np.median(peaks)), scale, max(0.003, math.hypot(error, warm_up))
 
     def slowdown(self, contexts: Floats, rng: np.random.Generator) -> Floats:
@@ -299,6 +301,21 @@ def forecast(datasets: Sequence[DatasetOutlook], rate: RateCurve, capacity: int,
         mean_tokens=means,
         tokens_left_by_dataset=by_dataset,
     )
+
+
+def _wander(rates: Floats) -> float:
+    """Relative error of these rates' mean for the time to come, from the means of up to eight successive stretches.
+
+    Noise averages out within a stretch. The speed of a machine that wanders, under other work or at another temperature,
+    does not: its stretches resemble their neighbours, and the share of the variance that they have in common (their
+    autocorrelation) stays in the future's mean, however long it is (batch means; Law and Kelton, Simulation Modeling).
+    """
+    means = np.array([stretch.mean() for stretch in np.array_split(rates, min(STRETCHES, len(rates)))])
+    if len(means) < 2:
+        return 0.0
+    deviations = means - means.mean()
+    alike = float(deviations[1:] @ deviations[:-1] / max(1e-12, float(deviations @ deviations)))
+    return float(means.std(ddof=1) / means.mean() * math.sqrt(1 / len(means) + max(1 / len(means), alike)))
 
 
 def _draw_densities(dataset: DatasetOutlook, pooled: tuple[float, float], rng: np.random.Generator) -> Floats:

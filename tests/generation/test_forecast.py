@@ -273,3 +273,25 @@ def test_noise_longer_contexts_and_fewer_requests_are_no_fall() -> None:
     fuller = [{"token_usage": 0.3, "tokens_per_s": 900.0}] * 60 + [{"token_usage": 0.8, "tokens_per_s": 500.0}] * 60
     fewer = [{"running": 64, "tokens_per_s": 900.0}] * 60 + [{"running": 8, "tokens_per_s": 300.0}] * 60
     assert kinds(Watch(), *looks(*fuller)) == kinds(Watch(), *looks(*fewer)) == []
+
+
+def test_a_machine_whose_speed_wanders_widens_the_interval_and_noise_does_not() -> None:
+    """Equal spread between looks: as noise it averages out, as slow waves it says that the future may lie anywhere among them."""
+    rng = np.random.default_rng(0)
+    errors = {}
+    for name, factors in {"noise": rng.permutation(np.sin(np.arange(120) / 15)), "waves": np.sin(np.arange(120) / 15)}.items():
+        curve = RateCurve()
+        for number, factor in enumerate(factors):
+            curve.add(15.0 * number, 96, 1300 * (1 + 0.3 * factor))
+        errors[name] = curve.fit()[2]
+    assert errors["noise"] < 0.05
+    assert 0.12 < errors["waves"] < 0.3
+
+
+def test_contexts_that_grow_are_no_wandering() -> None:
+    """A rate that falls because contexts grow is the slope's business: counted once, not as a machine that may do anything."""
+    curve = RateCurve()
+    for number in range(120):
+        context = 500 + 25 * number
+        curve.add(15.0 * number, 96, 1300 / (1 + context / 8000), context)
+    assert curve.fit()[2] < 0.01
