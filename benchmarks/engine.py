@@ -3,9 +3,9 @@
     python -m benchmarks.engine [--batch 32] [--new-tokens 64] [--rounds 3] [--prompts FILE]
 
 Each round runs, in turn, the engine and `generate` in fp32 and bf16 on the same prompts (greedy, every reply of the
-same length), so that what else the machine does hits all of them. Printed: tokens per second of each round, the best
-of each, the ratio of the engine to the better `generate`, the engine alone at batch 1, 8, 64 and 128, and what a
-decoding step of each size consists of.
+same length), so that what else the machine does hits all of them. Printed: tokens per second of each round, where the
+engine's time went (steps with prompts, steps that only decode, outside of steps), the best of each, the ratio of the engine to
+the better `generate`, the engine alone at batch 1, 8, 64 and 128, and what a decoding step of each size consists of.
 """
 
 from __future__ import annotations
@@ -74,11 +74,25 @@ class Engine:
             on_death=lambda error: os._exit(1),
             prepare=lambda: set_threads(0),
         )
+        self.step_seconds: dict[str, list[float]] = {"prompts": [], "decoding": []}
+        self._time_steps()
         self.scheduler.start()
+
+    def _time_steps(self) -> None:
+        step = self.runner.step
+
+        def timed(decoding: list[Request], pieces: list[tuple[Request, int]]) -> list[tuple[Request, list[int]]]:
+            started = time.perf_counter()
+            result = step(decoding, pieces)
+            self.step_seconds["prompts" if pieces else "decoding"].append(time.perf_counter() - started)
+            return result
+
+        self.runner.step = timed  # type: ignore[method-assign]
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> float:
         """Seconds for `new_tokens` of every prompt, all at once."""
         left = threading.Semaphore(0)
+        self.step_seconds = {"prompts": [], "decoding": []}
         params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
         started = time.perf_counter()
         for index, prompt in enumerate(prompts):
@@ -135,6 +149,13 @@ def parts(engine: Engine, size: int, context: int = 90, repeats: int = 15) -> di
     return measured
 
 
+def where_time_went(engine: Engine, seconds: float) -> str:
+    """The last run's `seconds` by kind of step, and what lay outside of them."""
+    kinds = engine.step_seconds.items()
+    steps = ", ".join(f"{len(times)} steps {kind} {sum(times) * 1e3:.0f} ms" for kind, times in kinds)
+    return f"{steps}, outside of steps {(seconds - sum(sum(times) for _, times in kinds)) * 1e3:.0f} ms"
+
+
 def generate(model: Any, prompts: list[list[int]], new_tokens: int) -> float:
     """Seconds of `transformers.generate` over one left-padded batch."""
     width = max(map(len, prompts))
@@ -169,11 +190,13 @@ def main() -> None:
     engine.run(prompts[: args.batch], 4)
     best: dict[str, float] = {}
     for number in range(args.rounds):
-        rates = {"engine": total / engine.run(prompts[: args.batch], args.new_tokens)}
+        seconds = engine.run(prompts[: args.batch], args.new_tokens)
+        rates = {"engine": total / seconds}
         for name, model in models.items():
             rates[f"generate {name}"] = total / generate(model, prompts[: args.batch], args.new_tokens)
         best = {name: max(rate, best.get(name, 0.0)) for name, rate in rates.items()}
         print(f"round {number}: " + ", ".join(f"{name} {rate:.0f} tok/s" for name, rate in rates.items()), flush=True)
+        print(f"  the engine's {seconds * 1e3:.0f} ms: {where_time_went(engine, seconds)}", flush=True)
     better = max(rate for name, rate in best.items() if name != "engine")
     print(f"batch {args.batch}: engine ({dtype}) {best['engine']:.0f} tok/s = {best['engine'] / better:.2f} x the better generate")
     for size in args.sizes:
