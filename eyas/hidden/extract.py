@@ -22,11 +22,11 @@ from eyas.errors import ArtifactError, TooManyRejects
 from eyas.files import atomic_file, json_line
 from eyas.hidden.codec import CODECS, CodecName
 from eyas.hidden.disk import Window, check_disk, store_bytes, window_of
-from eyas.hidden.kind import STATES_VERSION, StoreKind, resolve_kind, started_at
+from eyas.hidden.kind import KIND_NAME, STATES_VERSION, StoreKind, resolve_kind, started_at
 from eyas.hidden.locks import held
 from eyas.hidden.plan import Line, ShardPlan, finished_entry, plan_shards, planned, planned_lines, record_rules
 from eyas.hidden.probe import states_fault
-from eyas.hidden.proving import ensure_proven
+from eyas.hidden.proving import PROBE_NAME, ensure_proven
 from eyas.hidden.sources.opening import open_source
 from eyas.hidden.sources.protocol import Source
 from eyas.hidden.store.codecs import encode_states
@@ -299,8 +299,10 @@ def _write_index(run: RunFolder, entries: list[ShardEntry]) -> list[Quarantined]
 
 def _clear(run: RunFolder, ours: set[str]) -> list[str]:
     """Remove what killed or outdated extractions left; returns the names of shard files that are none of ours."""
-    for temporary in run.hidden.glob(".shard-*.tmp"):
-        temporary.unlink(missing_ok=True)
+    with held(run.hidden / ".kind.lock"), held(run.hidden / ".probe.lock"):  # whoever writes one of these now has its lock
+        for name in ("shard-*", KIND_NAME, PROBE_NAME, INDEX_NAME, REJECTS_NAME, MANIFEST_NAME):
+            for temporary in run.hidden.glob(f".{name}.*.tmp"):
+                temporary.unlink(missing_ok=True)
     strays = []
     for path in sorted(run.hidden.glob("shard-*.safetensors")):
         if path.stem in ours:

@@ -28,6 +28,15 @@ def config_of(tiny: TinyRun) -> RunConfig:
     return tiny.hidden_config("a", "b", shard_bytes=1 << 20)
 
 
+def test_what_a_killed_process_left_half_written_is_cleared(tiny: TinyRun) -> None:
+    tiny.write_random("a", 5)
+    tiny.run.hidden.mkdir(parents=True)
+    for name in ("kind.json", "probe.json", "index.parquet", "rejects.jsonl", "manifest.json", "shard-a-00000.json"):
+        (tiny.run.hidden / f".{name}.4242.tmp").write_bytes(b"{")
+    extract(tiny.run, config_of(tiny).model_copy(update={"prompts": tiny.hidden_config("a").prompts}))
+    assert not list(tiny.run.hidden.glob(".*.tmp"))
+
+
 def check_kill_points(stage: str, tiny: TinyRun, points: list[int]) -> None:
     config = config_of(tiny)
     folder = {"merge": tiny.run.merged, "extract": tiny.run.hidden}[stage]
