@@ -57,22 +57,27 @@ def render_report(results: dict[str, Any]) -> str:
 
 def findings(results: dict[str, Any]) -> list[str]:
     """A sentence each: up to which load the draft pays, which shape to set, and what the test of sampling found."""
-    loads = sorted(point["concurrency"] for point in results["timing"])
+    paying = [item["concurrency"] for item in results["best"] if item["shape"]]
     lost = results["break_even_concurrency"]
-    paying = [load for load in loads if lost is None or load < lost]
-    if lost is None:
+    if paying and lost is not None:
+        sentences = [
+            f"Break-even lies between {max(paying)} and {lost} requests in flight: serve without the draft from {lost} on."
+        ]
+    elif paying and len(paying) == len(results["best"]):
         sentences = ["The draft pays at every number of requests in flight that was measured."]
     elif paying:
-        sentences = [f"Break-even lies between {paying[-1]} and {lost} requests in flight: serve without the draft from {lost} on."]
+        sentences = [
+            f"The draft pays at {', '.join(map(str, paying))} in flight; elsewhere its gain is within the spread of its blocks."
+        ]
     else:
-        sentences = [f"From {lost} requests in flight the draft costs more than it gains: serve without it there."]
+        sentences = ["At no number of requests in flight that was measured does the draft gain beyond the spread of its blocks."]
     best = [
         f"{item['shape']} ({item['speedup']:.2f}×) at {item['concurrency']}"
         if item["shape"]
         else f"no draft at {item['concurrency']}"
         for item in results["best"]
     ]
-    if best:
+    if paying:
         sentences.append(f"Best by these figures, in flight: {'; '.join(best)} (a gain that its slowest pair of blocks shows too).")
     return [*sentences, _sampling(results["sampling"])]
 
@@ -93,7 +98,7 @@ def _per_dataset(results: dict[str, Any]) -> list[str]:
     ]
     lines.append("|---|---|---|---|---|")
     for name, point in rows:
-        latency = f"{point['latency_s_off']['p50']:.2f} → {point['latency_s_on']['p50']:.2f} s"
+        latency = _times(point["latency_s_off"]["p50"], point["latency_s_on"]["p50"])
         rates = f"{point['tokens_per_s_off']:.1f} | {point['tokens_per_s_on']:.1f}"
         lines.append(f"| {name} | {point['speedup']:.2f}× | {rates} | {latency} |")
     return lines
@@ -143,8 +148,8 @@ def _power(sampling: dict[str, Any]) -> str:
     if share is None:
         return "So few replies find no fault reliably: raise `benchmark.sampled_replies`."
     return (
-        f"Found with {sampling['power']:.0%} probability would have been a server that puts the likeliest token in place of its "
-        f"draw at {share:.0%} of the positions."
+        f"Found with {sampling['power'] * 100:.0f} % probability would have been a server that puts the likeliest token in place "
+        f"of its draw at {share * 100:.0f} % of the positions."
     )
 
 
@@ -170,7 +175,7 @@ def _accept_line(name: str, item: dict[str, Any]) -> str:
 def _timing_line(point: dict[str, Any]) -> str:
     def pair(key: str, percent: str) -> str:
         off, on = point[f"{key}_off"], point[f"{key}_on"]
-        return f"{off[percent]:.2f} → {on[percent]:.2f} s" if off and on else "–"
+        return _times(off[percent], on[percent]) if off and on else "–"
 
     cells = [
         str(point["concurrency"]),
@@ -184,6 +189,13 @@ def _timing_line(point: dict[str, Any]) -> str:
         pair("first_token_s", "p50"),
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+def _times(off_s: float, on_s: float) -> str:
+    """Two times without and with the draft, in milliseconds where both are below a second."""
+    if max(off_s, on_s) < 1:
+        return f"{off_s * 1000:.0f} → {on_s * 1000:.0f} ms"
+    return f"{off_s:.2f} → {on_s:.2f} s"
 
 
 def _number(value: float | None) -> str:

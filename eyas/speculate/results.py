@@ -113,6 +113,7 @@ def summarise(measurements: list[SetMeasurement], *, engine: str, num_draft_toke
     per_set = {measurement.name: _accept(measurement.rows) for measurement in measurements}
     overall = _accept(headline)
     grid = _grid(measurements, DraftShape(num_steps=num_draft_tokens), rows, timing)
+    best = _best(grid)
     others = [point for measurement in measurements for point in measurement.grid]
     outcomes = [row.outcome for row in rows] + [outcome for block in blocks for outcome in block.outcomes]
     outcomes += [outcome for point in others for outcome in point.outcomes]
@@ -144,10 +145,10 @@ def summarise(measurements: list[SetMeasurement], *, engine: str, num_draft_toke
         "baselines": overall["baselines"],
         "beats_baselines": all(value < overall["accept_length"] for value in overall["baselines"].values()),
         "speedup": timing[0]["speedup"] if timing else None,
-        "break_even_concurrency": _break_even(grid),
+        "break_even_concurrency": _break_even(best),
         "timing": timing,
         "grid": grid,
-        "best": _best(grid),
+        "best": best,
         "sampling": same_distribution([(item.off, item.on) for measurement in measurements for item in measurement.sampled]),
         "timing_per_set": {measurement.name: _timing(measurement.blocks) for measurement in measurements},
         "loops": {
@@ -191,31 +192,27 @@ def _shape_point(shape: DraftShape, counts: AcceptCounts, outcomes: list[Outcome
     }
 
 
-def _break_even(grid: list[dict[str, Any]]) -> int | None:
-    """The smallest number in flight from which on, at every one measured, no shape of the draft is faster than none."""
-    fastest: dict[int, float] = {}
-    for point in (point for shape in grid for point in shape["timing"]):
-        fastest[point["concurrency"]] = max(point["speedup"], fastest.get(point["concurrency"], 0.0))
+def _break_even(best: list[dict[str, Any]]) -> int | None:
+    """The smallest number in flight from which on, at every one measured, no shape of the draft gains beyond its spread."""
     lost = None
-    for concurrency in sorted(fastest, reverse=True):
-        if fastest[concurrency] >= 1:
+    for item in sorted(best, key=lambda item: int(item["concurrency"]), reverse=True):
+        if item["shape"] is not None:
             break
-        lost = concurrency
+        lost = int(item["concurrency"])
     return lost
 
 
 def _best(grid: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per number of requests in flight, the shape with the largest speed-up, or none where every block pair of it lost.
+    """Per number of requests in flight the fastest shape whose slowest pair of blocks still gained, or none.
 
-    A shape is recommended only where its slowest pair of blocks still gained: what lies within the spread is no gain.
+    What lies within the spread is no gain, so a shape that is faster only on average is not recommended.
     """
     best = []
     for concurrency in dict.fromkeys(point["concurrency"] for shape in grid for point in shape["timing"]):
-        seen = [(point["speedup"], point, shape["shape"]) for shape in grid for point in shape["timing"]]
-        seen = [item for item in seen if item[1]["concurrency"] == concurrency]
-        speedup, point, shape = max(seen, key=lambda item: item[0])
-        is_gain = point["speedup_min"] > 1
-        best.append({"concurrency": concurrency, "shape": shape if is_gain else None, "speedup": speedup if is_gain else 1.0})
+        points = [(shape["shape"], point) for shape in grid for point in shape["timing"] if point["concurrency"] == concurrency]
+        gains = [(point["speedup"], shape) for shape, point in points if point["speedup_min"] > 1]
+        speedup, shape = max(gains, default=(1.0, None))
+        best.append({"concurrency": concurrency, "shape": shape, "speedup": speedup})
     return best
 
 
