@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from eyas.config import RunConfig
 from eyas.engine.process import EngineProcess
 from eyas.speculate.canary import canary
-from eyas.speculate.deploy import Check
+from eyas.speculate.deploy import Check, decide
 from eyas.speculate.layers import layer_check
 from eyas.speculate.loops import loop_free_tokens
 from eyas.speculate.predict import Predictor
@@ -103,6 +105,24 @@ def test_ties_of_bf16_are_no_alarm(deployed: Deployed) -> None:
     checks = deployed.checks(deployed.export, config)
     assert checks["layers"].holds
     assert "+0: 0" in checks["layers"].seen
+
+
+def test_a_server_that_holds_other_weights_under_the_right_path_is_seen(deployed: Deployed, tmp_path: Path) -> None:
+    """Loaded before the export was finished, or from a stale copy: every reply right, every flag right, and far fewer accepted."""
+    served = tmp_path / "export"
+    shutil.copytree(deployed.export, served)
+    tensors = load_file(served / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"].roll(7, 0)}, served / "model.safetensors")
+    engine = deployed.config.server.engine
+    with EngineProcess(deployed.spec.folder, config=engine, draft_dir=served, num_draft_tokens=K) as process:
+        shutil.copy(deployed.export / "model.safetensors", served)
+        checks = {check.name: check for check in canary(process.url, deployed.rows, deployed.config, deployed.spec, served)}
+    assert checks["canary replies"].holds
+    assert not checks["accept length"].holds
+    assert not checks["prediction"].holds
+    decision = decide(list(checks.values()))
+    assert not decision.serves_draft
+    assert "prediction: served 1." in decision.reason
 
 
 def test_server_with_another_draft_gets_no_prompt(deployed: Deployed, tmp_path: Path) -> None:
