@@ -89,6 +89,19 @@ class RunFolder:
         return self
 
 
+@dataclass(frozen=True)
+class BaselineRun(RunFolder):
+    """The run as the benchmark of `draft.baseline` sees it: another's draft, and not yet a reply to learn from."""
+
+    @property
+    def export(self) -> Path:
+        return self.baseline
+
+    @property
+    def benchmark(self) -> Path:
+        return self.baseline / "benchmark"
+
+
 @contextmanager
 def exclusive(path: Path, what: str) -> Iterator[None]:
     """Hold an exclusive lock file at `path` while the block runs; the kernel releases it if the process dies.

@@ -27,7 +27,7 @@ from eyas.operate.pipeline import open_run, phase_end
 from eyas.operate.plan import PlanKeeper
 from eyas.progress import recorder
 from eyas.workspace import RunFolder
-from tasks.benchmark import benchmark_draft
+from tasks.benchmark import benchmark_draft, benchmark_draft_to_beat
 from tasks.caching import Results, kept_in, run_standing, run_task, stands
 from tasks.extract import extract_shard, finish_extraction
 from tasks.generate import generate_dataset, shared_session
@@ -99,6 +99,13 @@ async def prepare_phase(job: Job) -> Manifests:
             if all(stands(job.run.prompts(name), manifest) for name, manifest in manifests.items()):
                 break
         return manifests
+
+
+async def benchmark_draft_of_others(job: Job) -> None:
+    """The draft to beat, before anything long begins; the plan that is decided on shows it."""
+    if job.config.draft.baseline:
+        await run_task(benchmark_draft_to_beat, api_key=SecretStr(job.api_key), **job.shared)
+        job.keeper.refresh()
 
 
 async def generate_phase(

@@ -29,6 +29,7 @@ from flows.local import run_here
 from flows.phases import (
     Job,
     Manifests,
+    benchmark_draft_of_others,
     benchmark_phase,
     extract_phase,
     generate_phase,
@@ -96,6 +97,8 @@ async def run_phases(job: Job, until: Phase = "bench") -> None:
     prompts = await prepare_phase(job)
     if until == "prepare":
         return
+    async with turn(job.config):
+        await benchmark_draft_of_others(job)
     if await decide(job):
         prompts = await prepare_phase(job)
     async with turn(job.config):

@@ -24,3 +24,11 @@ def benchmark_draft(run: Path, config: RunConfig, inputs: dict[str, str], api_ke
     folder, key = RunFolder(run), api_key.get_secret_value()
     serve = sides_of(host_of(folder, config, api_key=key, say=get_run_logger().info), folder.export)
     return benchmark(folder, config, report=recorder(folder.progress), api_key=key, serve=serve)
+
+
+@task(name="baseline", task_run_name="baseline")
+def benchmark_draft_to_beat(run: Path, config: RunConfig, api_key: SecretStr) -> Manifest | None:
+    """Serve the draft that others trained and measure it; what is measured already is kept in its folder."""
+    from eyas.operate.baseline import benchmark_baseline
+
+    return benchmark_baseline(RunFolder(run), config, api_key=api_key.get_secret_value(), say=logger.info)

@@ -22,6 +22,7 @@ from eyas.config import RunConfig
 from eyas.errors import ConfigError, EyasError, TooManyRejects
 from eyas.files import write_json
 from eyas.manifest import Manifest
+from eyas.operate.baseline import benchmark_baseline
 from eyas.operate.children import child_process, last_lines, wait_for
 from eyas.operate.decision import Ask, decide, nobody_answers
 from eyas.operate.following import follow_progress
@@ -83,6 +84,7 @@ def run_pipeline(
         work = _Work(run, config, api_key, say, both(recorder(run.progress), both(report, keeper.on_progress)))
         for phase in [phase for phase in PHASES if phase in phases]:
             if phase == "generate":
+                benchmark_baseline(run, config, api_key=api_key, say=say)
                 decide(keeper, config, ask)
             keeper.start(phase)
             try:

@@ -22,6 +22,7 @@ from eyas.files import read_json, write_bytes, write_json
 from eyas.hidden.codec import bytes_per_token
 from eyas.manifest import now
 from eyas.operate.alternatives import alternatives
+from eyas.operate.baseline import baseline_said
 from eyas.operate.codec_result import read_codecs, render_codecs
 from eyas.operate.curve_result import advice, read_curve
 from eyas.operate.forecast import Forecast, PhaseForecast, TargetSizes, forecast, sizes_of
@@ -94,6 +95,7 @@ class PlanKeeper:
             plan = make_plan(status, self._config, self._sizes, counted, read_curve(self._run), codecs)
             for item in plan["phases"]:
                 item["work"] = self._work.get(item["phase"], {})
+            plan["baseline"] = baseline_said(self._run)
             plan["decisions"] = self._decisions
             write_json(self._run.plan_json, plan)
             write_bytes(self._run.plan_md, render_plan(plan).encode())
@@ -230,6 +232,8 @@ def render_plan(plan: dict[str, Any]) -> str:
         lines += ["", "## Learning curve", "", f"{plan['learning_curve'][0].upper()}{plan['learning_curve'][1:]}."]
     if plan["codecs"]:
         lines += ["", "## Smaller hidden states", "", render_codecs(plan["codecs"])]
+    if plan.get("baseline"):
+        lines += ["", "## Baseline", "", plan["baseline"]]
     if plan["decisions"]:
         lines += ["", "## Decisions", ""]
         lines += [f"- {item['at']} {item['who']}: **{item['what']}** ({item['why']})" for item in plan["decisions"]]

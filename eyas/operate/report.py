@@ -17,6 +17,7 @@ from eyas.errors import ArtifactError
 from eyas.files import read_json, write_bytes
 from eyas.manifest import Manifest, load_manifest
 from eyas.operate import plots, series
+from eyas.operate.baseline import baseline_said
 from eyas.operate.curve_result import advice, read_curve
 from eyas.operate.phases import PHASES, TITLES, Phase, phase_folders
 from eyas.operate.prompt_accounts import prompt_accounts
@@ -74,6 +75,7 @@ def gather(run: RunFolder) -> dict[str, Any]:
         "rejects": _rejects(run, names),
         "training": _training(run, rows, replays),
         "learning_curve": read_curve(run),
+        "baseline": baseline_said(run),
         "diagnosis": _diagnosis(run),
         "rehearsal": _optional(run.root / "rehearsal.json"),
         "results": results or None,

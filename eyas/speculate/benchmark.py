@@ -40,7 +40,7 @@ from eyas.speculate.server_judge import ServerJudge
 from eyas.speculate.servers import Serve, Servers, open_servers
 from eyas.speculate.sets import HELDOUT, BenchmarkPrompt, check_set_names, load_set, set_name
 from eyas.target.spec import TargetSpec, load_target
-from eyas.workspace import RunFolder, exclusive
+from eyas.workspace import BaselineRun, RunFolder, exclusive
 
 STAGE = "benchmark"
 VERSION = 5
@@ -76,9 +76,10 @@ def benchmark(
             num_draft_tokens=config.benchmark.num_draft_tokens,
             min_verifications=config.benchmark.min_verifications,
         )
-        trained_tokens = int(load_manifest(run.merged).figures["length_quantiles"]["p100"])
-        results["trained_tokens"] = trained_tokens
-        results["by_context"] = by_context([row for item in measurements for row in item.rows], trained_tokens)
+        if (merged := _merged(run)) is not None:
+            results["trained_tokens"] = int(merged.figures["length_quantiles"]["p100"])
+            rows = [row for item in measurements for row in item.rows]
+            results["by_context"] = by_context(rows, results["trained_tokens"])
         if results["predicted_accept_length"] is None:
             results["predicted_accept_length"] = _figure_of_training(run)
         identity = [Check.model_validate(check) for check in measurements[0].identity]
@@ -119,7 +120,13 @@ def _inputs(run: RunFolder, config: RunConfig, spec: TargetSpec) -> dict[str, st
     draft = {f"draft/export/{name}": digest_file(_existing(run.export / name)) for name in ("config.json", "model.safetensors")}
     prompts = {f"prompts/{item.name}": load_manifest(run.prompts(item.name)).digest() for item in config.prompts.datasets}
     sets = {source: digest_json(benchmark_identity(source)) for source in config.benchmark.sets if source != HELDOUT}
-    return draft | prompts | sets | {"merged": load_manifest(run.merged).digest(), "target": spec.fingerprint}
+    merged = _merged(run)
+    return draft | prompts | sets | ({"merged": merged.digest()} if merged else {}) | {"target": spec.fingerprint}
+
+
+def _merged(run: RunFolder) -> Manifest | None:
+    """The manifest of the training data; None for another's draft, which is measured before there are any."""
+    return None if isinstance(run, BaselineRun) else load_manifest(run.merged)
 
 
 def _figure_of_training(run: RunFolder) -> float | None:
@@ -158,7 +165,7 @@ def _measure_all(
         measure_tie, predict = _truths(run, config, spec, servers)
         if isinstance(measure_tie, ServerJudge):
             unknown: Predict = lambda replies: [None] * len(replies)  # noqa: E731
-            compare(blocks, asked, config.benchmark, measure_tie=measure_tie.note, bigrams=BigramTable({}), predict=unknown)
+            compare(blocks, asked, config.benchmark, measure_tie=measure_tie.note, bigrams=None, predict=unknown)
             measure_tie.ask()
         measurements = compare(
             blocks, asked, config.benchmark, measure_tie=measure_tie, bigrams=_bigram_table(run), predict=predict
@@ -218,7 +225,9 @@ def _load_raw(path: Path) -> SetMeasurement | None:
         return None  # absent or cut short: measured again
 
 
-def _bigram_table(run: RunFolder) -> BigramTable:
+def _bigram_table(run: RunFolder) -> BigramTable | None:
+    if _merged(run) is None:
+        return None
     file = pq.ParquetFile(run.merged / "tokens.parquet")
 
     def records() -> Iterator[tuple[Any, Any]]:

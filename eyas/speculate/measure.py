@@ -112,10 +112,13 @@ def compare(
     config: BenchmarkConfig,
     *,
     measure_tie: Measure,
-    bigrams: BigramTable,
+    bigrams: BigramTable | None,
     predict: Predict,
 ) -> list[SetMeasurement]:
-    """Rows, timed blocks and points of the grid of every set, from its blocks; needs no server but for ties."""
+    """Rows, timed blocks and points of the grid of every set, from its blocks; needs no server but for ties.
+
+    `bigrams` is None where there is no training data to count them in.
+    """
     measurements = []
     for name, work in asked.items():
         mine = {key: block for key, block in blocks.items() if key[1].set == name}
@@ -153,16 +156,15 @@ def _row(
     seen: Any,
     num_draft_tokens: int,
     measure_tie: Measure,
-    bigrams: BigramTable,
+    bigrams: BigramTable | None,
     predicted: AcceptCounts | None,
 ) -> Row:
     expected = reference_ids[:num_free]
     verdict = judge(measure_tie, prompt.input_ids, expected, seen.output_ids)
     counts = seen.counts or AcceptCounts()
-    drafters = {
-        "bigram": bigram_counts(bigrams, expected, num_draft_tokens),
-        "prompt_lookup": prompt_lookup_counts(prompt.input_ids, expected, num_draft_tokens),
-    }
+    drafters = {"prompt_lookup": prompt_lookup_counts(prompt.input_ids, expected, num_draft_tokens)}
+    if bigrams is not None:
+        drafters = {"bigram": bigram_counts(bigrams, expected, num_draft_tokens)} | drafters
     return Row(
         id=prompt.id,
         dataset=prompt.dataset,

@@ -106,6 +106,8 @@ def _per_dataset(results: dict[str, Any]) -> list[str]:
 
 def _by_context(results: dict[str, Any]) -> list[str]:
     """Accept length by length of the context, the training length marked."""
+    if not results.get("by_context"):
+        return []
     lines = ["", "| context, tokens | accept length | 95 % | verifications | predicted |", "|---|---|---|---|---|"]
     for band in results["by_context"]:
         name = f"up to {band['up_to']:,}" if band["up_to"] is not None else f"above {band['above']:,}"
