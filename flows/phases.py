@@ -103,9 +103,8 @@ async def prepare_phase(job: Job) -> Manifests:
 
 async def benchmark_draft_of_others(job: Job) -> None:
     """The draft to beat, before anything long begins; the plan that is decided on shows it."""
-    if job.config.draft.baseline:
-        await run_task(benchmark_draft_to_beat, api_key=SecretStr(job.api_key), **job.shared)
-        job.keeper.refresh()
+    await run_task(benchmark_draft_to_beat, api_key=SecretStr(job.api_key), **job.shared)
+    job.keeper.refresh()
 
 
 async def generate_phase(

@@ -97,8 +97,9 @@ async def run_phases(job: Job, until: Phase = "bench") -> None:
     prompts = await prepare_phase(job)
     if until == "prepare":
         return
-    async with turn(job.config):
-        await benchmark_draft_of_others(job)
+    if job.config.draft.baseline:
+        async with turn(job.config):
+            await benchmark_draft_of_others(job)
     if await decide(job):
         prompts = await prepare_phase(job)
     async with turn(job.config):

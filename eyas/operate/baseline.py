@@ -53,7 +53,9 @@ def baseline_said(run: RunFolder) -> str:
     if ours is None:
         return text
     gained = ours["accept_length"]["overall"] - accept["overall"]
-    return f"{text} This run's draft: {ours['accept_length']['overall']:.3f}{_speedup(ours)}: {gained:+.3f} tokens per verification."
+    return (
+        f"{text} This run's draft: {ours['accept_length']['overall']:.3f}{_speedup(ours)}: {gained:+.3f} tokens per verification."
+    )
 
 
 def _speedup(results: dict[str, Any]) -> str:
