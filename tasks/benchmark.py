@@ -31,4 +31,4 @@ def benchmark_draft_to_beat(run: Path, config: RunConfig, api_key: SecretStr) ->
     """Serve the draft that others trained and measure it; what is measured already is kept in its folder."""
     from eyas.operate.baseline import benchmark_baseline
 
-    return benchmark_baseline(RunFolder(run), config, api_key=api_key.get_secret_value(), say=logger.info)
+    return benchmark_baseline(RunFolder(run), config, api_key=api_key.get_secret_value(), say=get_run_logger().info)

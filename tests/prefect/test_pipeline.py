@@ -160,3 +160,18 @@ async def test_every_artifact_is_there_readable_and_says_its_value(paper: Paper,
     assert json.loads(found["lengths"].data) == tables[0].rows
     assert "| priority | phase | state |" in found["plan"].data
     assert [row["dataset"] for row in json.loads(found["datasets"].data)] == list(DATASETS)
+
+
+async def test_a_draft_to_beat_is_measured_before_the_replies(paper: Paper, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(folder: object, config: RunConfig, *, api_key: str, say: Any) -> None:
+        assert paper.made["prepare B1_glaive"] == 1
+        assert paper.made["generate B1_glaive"] == 0
+        say("measured")
+        measured.append(config.draft.baseline)
+
+    measured: list[str] = []
+    monkeypatch.setattr("eyas.draft.baseline.import_baseline", lambda *_: None)
+    monkeypatch.setattr("eyas.operate.baseline.benchmark_baseline", measure)
+    state = await run_pipeline(run, config_with(draft={"baseline": "/theirs"}), until="generate")
+    assert state.is_completed(), state
+    assert measured == ["/theirs"]
