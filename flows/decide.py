@@ -20,6 +20,7 @@ from pydantic import Field
 from eyas.files import read_json
 from eyas.operate.decision import Declined
 from eyas.operate.plan import render_plan
+from eyas.workspace import RunFolder
 from flows.phases import Job
 from tasks.events import emit
 
@@ -40,9 +41,9 @@ class Decision(RunInput):
     note: str = Field(default="", description="Why, for the record.")
 
 
-def recorded_settings(job: Job) -> list[str]:
+def recorded_settings(run: RunFolder) -> list[str]:
     """The `key=value` settings that earlier decisions of this run chose."""
-    plan = read_json(job.run.plan_json) if job.run.plan_json.is_file() else {}
+    plan = read_json(run.plan_json) if run.plan_json.is_file() else {}
     return [item["what"].removeprefix(_SETTING) for item in plan.get("decisions", []) if item["what"].startswith(_SETTING)]
 
 

@@ -35,7 +35,7 @@ async def deploy(
         storage_block: Name of a Run Storage block for final artifacts. Empty keeps them in the run folder.
     """
     blocks = BlockNames(server=server_block, host=host_block, storage=storage_block)
-    async with running(run, config_of(run, settings), blocks) as job:
+    async with running(run, config_of(run, settings), blocks, has_phases=False) as job:
         finished_phase(job.run.benchmark)
         async with turn(job.config):
             deployment = await run_task(serve_draft, api_key=SecretStr(job.api_key), **job.shared)

@@ -68,10 +68,7 @@ class Job:
 
     def apply(self, settings: list[str]) -> None:
         """Change the config by `key=value` settings, for the rest of this run and in its run.json."""
-        raw = self.config.model_dump(mode="json")
-        for setting in settings:
-            apply_override(raw, setting)
-        self.config = parse_config(raw, where="decision")
+        self.config = with_settings(self.config, settings)
         open_run(self.run.root, self.config)
         self.keeper = PlanKeeper(self.run, self.config)
 
@@ -86,6 +83,14 @@ class Job:
             raise
         self.keeper.finish(name)
         get_run_logger().info(phase_end(self.run, name))
+
+
+def with_settings(config: RunConfig, settings: list[str]) -> RunConfig:
+    """The config with the `key=value` settings of a decision; raises `ConfigError`."""
+    raw = config.model_dump(mode="json")
+    for setting in settings:
+        apply_override(raw, setting)
+    return parse_config(raw, where="decision")
 
 
 async def prepare_phase(job: Job) -> Manifests:

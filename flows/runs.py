@@ -19,10 +19,11 @@ from eyas.files import read_json
 from eyas.operate.keys import server_api_key
 from eyas.operate.pipeline import open_run
 from eyas.operate.plan import PlanKeeper
+from eyas.operate.preflight import preflight
 from eyas.operate.status import read_status
 from eyas.workspace import RunFolder, exclusive
 from flows.decide import recorded_settings
-from flows.phases import Job
+from flows.phases import Job, with_settings
 from tasks.events import emit
 from tasks.publish import artifact_key, published
 from tasks.spread import spread_over
@@ -40,8 +41,11 @@ class BlockNames:
 
 
 @asynccontextmanager
-async def running(run: str, config: RunConfig, blocks: BlockNames = BlockNames()) -> AsyncIterator[Job]:
-    """One flow's hold on a run: nobody else writes it, its progress and plan are kept current, its report is made at the end."""
+async def running(run: str, config: RunConfig, blocks: BlockNames = BlockNames(), *, has_phases: bool = True) -> AsyncIterator[Job]:
+    """One flow's hold on a run: nobody else writes it, its progress and plan are kept current, its report is made at the end.
+
+    A flow that has phases to run refuses first what any of them would refuse later, as the CLI does: raises `ConfigError`.
+    """
     root = Path(run)
     config = config.model_copy(update={"name": root.name})
     api_key = server_api_key(config, os.environ.get("EYAS_API_KEY", ""))  # a block's own key replaces it
@@ -54,12 +58,13 @@ async def running(run: str, config: RunConfig, blocks: BlockNames = BlockNames()
     results = f"{RunStorage.get_block_type_slug()}/{blocks.storage}" if storage else (root / RESULTS_NAME).resolve()
     folder = RunFolder(root).create()
     with exclusive(root / ".lock", f"run folder {root}"):
+        config = with_settings(config, recorded_settings(folder))
+        if has_phases:
+            await asyncio.to_thread(preflight, root, config, api_key=api_key)
         await asyncio.to_thread(open_run, root, config)
         keeper = PlanKeeper(folder, config)
         async with spread_over(config.operate.runner) as spread:
             job = Job(run=folder, config=config, keeper=keeper, results=results, spread=spread, api_key=api_key)
-            if settings := recorded_settings(job):
-                job.apply(settings)
             async with published(folder, lambda: _plan(folder), lambda progress: job.keeper.on_progress(progress)):
                 try:
                     yield job

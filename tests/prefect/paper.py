@@ -145,6 +145,7 @@ def install(paper: Paper, patch: pytest.MonkeyPatch) -> None:
         patch.setitem(sys.modules, name, module)
     patch.setattr("tasks.train.run_child", train)
     patch.setattr("tasks.generate._finished", lambda run, config, dataset: None)  # the paper session looks itself
+    patch.setattr("flows.runs.preflight", lambda root, config, api_key: None)  # the paper's sources and target are nowhere
     patch.setattr("flows.phases.host_of", lambda *positional, **named: Host())
 
 
