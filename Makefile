@@ -102,8 +102,8 @@ check-engines: $(READY) engines
 test-engines: $(READY) engines
 	$(BIN)/python -m pytest tests/engines -m engines --engines $(ENGINES) --engines-run "$(ENGINES_RUN)" --timeout 3600
 
-# A real Prefect server on PostgreSQL and again on SQLite, a worker, Ray, a browser, and the launch files read by compose itself;
-# needs Debian's chromium, postgresql and docker-compose.
+# A real Prefect server on PostgreSQL and again on SQLite, a worker, Ray, a browser, the image's steps, and the launch files read by
+# compose itself; needs Debian's chromium, postgresql and docker-compose.
 test-e2e: $(READY)
 	EYAS_E2E_DATABASE=postgresql $(BIN)/python -m pytest tests/prefect_e2e -m e2e --durations 0
 	EYAS_E2E_DATABASE=sqlite $(BIN)/python -m pytest tests/prefect_e2e -m e2e --durations 0

@@ -65,7 +65,9 @@ def test_states_go_from_sglang_to_the_worker_through_one_folder() -> None:
     assert service["environment"][FOLDER_VARIABLE] == config.hidden.sink
     shared = next(volume for volume in service["volumes"] if volume.endswith(f":{config.hidden.sink}"))
     assert shared in services["worker"]["volumes"]
-    assert "pip install --no-cache-dir --no-deps /build" in service["build"]["dockerfile_inline"]  # the plugin's entry point
+    image = (ROOT / service["build"]["dockerfile"]).read_text(encoding="utf-8")
+    assert "pip install --no-cache-dir --no-deps /build" in image  # the plugin's entry point
+    assert f"ARG SGLANG_IMAGE={IMAGES['blackwell']}\n" in image
 
 
 def test_the_image_is_not_root_and_its_packages_are_the_locks() -> None:
@@ -74,14 +76,26 @@ def test_the_image_is_not_root_and_its_packages_are_the_locks() -> None:
     assert "--require-hashes --no-deps" in dockerfile
     hashed = (DOCKER / "requirements.txt").read_text(encoding="utf-8")
     locked = pins((ROOT / "requirements" / "lock.txt").read_text(encoding="utf-8"))
-    assert pins(hashed).items() <= locked.items()
-    assert locked.keys() - pins(hashed).keys() <= {"deepspeed", "ninja"}, "make the hash lock anew: see docker/README.md"
-    assert all("--hash=sha256:" in block for block in re.split(r"\n(?=\S)", hashed) if re.match(r"[\w.-]+==", block))
+    source = (DOCKER / "requirements-source.txt").read_text(encoding="utf-8")
+    pinned = pins(hashed) | pins(source)
+    assert pinned.items() >= locked.items(), "make the hash locks anew: see docker/README.md"
+    assert {"nvidia-cudnn-cu13", "nvidia-nccl-cu13", "triton"} <= pinned.keys(), "torch's CUDA build needs them"
+    blocks = re.split(r"\n(?=\S)", hashed + source)
+    assert all("--hash=sha256:" in block for block in blocks if re.match(r"[\w.-]+==", block))
+
+
+def test_every_service_that_computes_sees_the_gpus() -> None:
+    for name, service in compose()["services"].items():
+        devices = service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
+        assert bool(devices) is (name == "worker" or name.startswith("sglang")), name
 
 
 @pytest.mark.parametrize(
     "command",
-    [["hadolint", "docker/Dockerfile"], ["check-jsonschema", "--builtin-schema", "vendor.compose-spec", "docker/compose.yaml"]],
+    [
+        ["hadolint", "docker/Dockerfile", "docker/sglang.Dockerfile"],
+        ["check-jsonschema", "--builtin-schema", "vendor.compose-spec", "docker/compose.yaml"],
+    ],
 )
 def test_the_linters_of_images_and_of_the_compose_specification_find_nothing(command: list[str]) -> None:
     program = Path(sys.executable).parent / command[0]
