@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from prefect import Flow, State
-from prefect.events.worker import EventsWorker
-from prefect.logging.handlers import APILogWorker
-from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
 from eyas.config import RunConfig, load_config
 from eyas.errors import ConfigError, EyasError
-from flows.server import QUIET, configured_url, default_home, is_healthy, local_server, ui_url
+from flows.server import QUIET, configured_url, default_home, is_healthy, local_server, ui_url, used_here
 
 INTERRUPTED = 130
 
@@ -77,9 +74,5 @@ def _server() -> Iterator[tuple[str, str]]:
         return
     home = default_home()
     print("Prefect: starting a server for this run, some seconds", file=sys.stderr, flush=True)
-    with local_server(home=home) as url, temporary_settings({PREFECT_API_URL: url, PREFECT_HOME: home}):
-        try:
-            yield url, shlex.join([sys.executable, "-m", "flows.server", "--flow-run"])
-        finally:  # while there still is a server to take the last lines
-            APILogWorker.drain_all(timeout=10)
-            EventsWorker.drain_all(timeout=10)
+    with local_server(home=home) as url, used_here(url, home):
+        yield url, shlex.join([sys.executable, "-m", "flows.server", "--flow-run"])

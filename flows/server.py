@@ -84,6 +84,21 @@ def bypass_proxies_on_loopback() -> None:
         os.environ[name] = ",".join(dict.fromkeys([*hosts, "127.0.0.1", "localhost"]))
 
 
+@contextmanager
+def used_here(url: str, home: Path) -> Iterator[None]:
+    """This process speaks to the server at `url` while the block runs; what it still has to tell is told before the block ends."""
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: url, PREFECT_HOME: home}):
+        try:
+            yield
+        finally:  # while there still is a server to take the last lines
+            APILogWorker.drain_all(timeout=10)
+            EventsWorker.drain_all(timeout=10)
+
+
 def is_healthy(url: str) -> bool:
     """True if a Prefect API answers under `url`."""
     try:

@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
-from prefect.artifacts import MarkdownArtifact, TableArtifact, acreate_progress_artifact, aupdate_progress_artifact
-from prefect.client.orchestration import get_client
+from prefect.artifacts import Artifact, MarkdownArtifact, ProgressArtifact, TableArtifact
+from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 
 from eyas.operate.messages import ProgressMessage, read_progress
@@ -57,28 +57,30 @@ async def published(run: RunFolder, plan: Callable[[], str], listen: Report, *, 
 
     `listen` hears every message that is new, whichever process recorded it.
     """
-    publisher = Publisher(run, plan, listen, since=datetime.now(UTC))
-    loop = asyncio.create_task(publisher.loop(every_s))
-    try:
-        yield
-    finally:
-        loop.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await loop
-        await publisher.publish(is_last=True)
+    async with get_client() as client:
+        publisher = Publisher(run, plan, listen, client, since=datetime.now(UTC))
+        loop = asyncio.create_task(publisher.loop(every_s))
+        try:
+            yield
+        finally:
+            loop.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await loop
+            await publisher.publish(is_last=True)
 
 
 @dataclass
 class Publisher:
-    """What is on show for one flow run; `publish` brings it up to date."""
+    """What is on show for one flow run; `publish` brings it up to date, and sends only what has changed."""
 
     run: RunFolder
     plan: Callable[[], str]
     listen: Report
+    client: PrefectClient
     since: datetime  # messages of an earlier attempt stay unshown
-    seen: dict[str, str] = field(default_factory=dict)  # artifact key to the time of what is on show
-    bars: dict[str, UUID] = field(default_factory=dict)
-    shown: dict[str, Any] = field(default_factory=dict)
+    heard: dict[str, str] = field(default_factory=dict)  # artifact key to the time of the last message
+    ids: dict[str, UUID] = field(default_factory=dict)
+    shown: dict[str, tuple[Any, str | None]] = field(default_factory=dict)
     made_from: dict[Source, Any] = field(default_factory=dict)
     tables_at: float = 0.0
 
@@ -90,48 +92,64 @@ class Publisher:
     async def publish(self, *, is_last: bool = False) -> None:
         """Show what is new; the tables of long series every `TABLES_S` seconds, and at the end."""
         try:
-            for message in await asyncio.to_thread(read_progress, self.run.progress):
-                key = artifact_key(self.run.root.name, message.stage, message.name)
-                if self.seen.get(key) != message.at and datetime.fromisoformat(message.at) >= self.since:
-                    self.listen(message.progress())
-                    await self._show(key, message)
-                    self.seen[key] = message.at
-            plan = await asyncio.to_thread(self.plan)
-            if plan:
-                headline = next((line.strip("# ") for line in plan.split("\n") if line.strip()), "plan")
-                await self._keep("plan", MarkdownArtifact(markdown=plan, description=headline))
-            rows = await asyncio.to_thread(dataset_rows, self.run)
-            done = sum(row["responses"] for row in rows)
-            await self._keep("datasets", TableArtifact(table=rows, description=f"{len(rows)} datasets, {done:,} responses"))
-            if is_last or time.monotonic() - self.tables_at >= TABLES_S:
-                self.tables_at = time.monotonic()
-                for table in await asyncio.to_thread(lambda: list(changed_tables(self.run, self.made_from))):
-                    await self._keep(table.name, TableArtifact(table=table.rows, description=table.headline))
+            artifacts = [self._bar(message) for message in await self._news()]
+            artifacts += await asyncio.to_thread(self._pages, is_last)
+            results = await asyncio.gather(*map(self._show, artifacts), return_exceptions=True)
+            if failures := [result for result in results if isinstance(result, BaseException)]:
+                raise failures[0]
         except Exception as error:  # the edge to another system
             logger.warning("not published run=%s error=%r", self.run.root, error)
 
-    async def _show(self, key: str, message: ProgressMessage) -> None:
-        percent = 100.0 * message.done / message.total if message.total else 100.0 * message.is_final
-        text = describe(message)
-        if key in self.bars:
-            await aupdate_progress_artifact(self.bars[key], min(percent, 100.0), description=text)
-        else:
-            self.bars[key] = await acreate_progress_artifact(min(percent, 100.0), key=key, description=text)
+    async def _news(self) -> list[ProgressMessage]:
+        """The last message of every piece of work; the new ones are told to the listener."""
+        messages = await asyncio.to_thread(read_progress, self.run.progress)
+        messages = [message for message in messages if datetime.fromisoformat(message.at) >= self.since]
+        for message in messages:
+            key = self._key(message.stage, message.name)
+            if self.heard.get(key) != message.at:
+                await asyncio.to_thread(self.listen, message.progress())
+                self.heard[key] = message.at
+        return messages
 
-    async def _keep(self, name: str, artifact: MarkdownArtifact | TableArtifact) -> None:
-        """Show an artifact, in place of what this flow run showed before: a run of days keeps one row, not thousands."""
-        data = await artifact.aformat()
-        if self.shown.get(name) == data:
+    def _bar(self, message: ProgressMessage) -> Artifact:
+        """The bar of a piece of work."""
+        percent = 100.0 * message.done / message.total if message.total else 100.0 * message.is_final
+        key = self._key(message.stage, message.name)
+        return ProgressArtifact(key=key, progress=min(percent, 100.0), description=describe(message))
+
+    def _pages(self, is_last: bool) -> list[Artifact]:
+        """The plan and the tables."""
+        pages: list[Artifact] = []
+        if plan := self.plan():
+            headline = next((line.strip("# ") for line in plan.split("\n") if line.strip()), "plan")
+            pages.append(MarkdownArtifact(key=self._key("plan"), markdown=plan, description=headline))
+        rows = dataset_rows(self.run)
+        done = sum(row["responses"] for row in rows)
+        said = f"{len(rows)} datasets, {done:,} responses"
+        pages.append(TableArtifact(key=self._key("datasets"), table=rows, description=said))
+        if is_last or time.monotonic() - self.tables_at >= TABLES_S:
+            self.tables_at = time.monotonic()
+            for table in changed_tables(self.run, self.made_from):
+                pages.append(TableArtifact(key=self._key(table.name), table=table.rows, description=table.headline))
+        return pages
+
+    async def _show(self, artifact: Artifact) -> None:
+        """Show an artifact, in place of what this flow run showed before: a run of days keeps one row, not thousands.
+
+        An update goes to the API itself: Prefect's own call would keep an event with the whole content beside it, each time.
+        """
+        key, data = str(artifact.key), await artifact.aformat()
+        if self.shown.get(key) == (data, artifact.description):
             return
-        if name in self.bars:
-            async with get_client() as client:
-                update = ArtifactUpdate(data=data, description=artifact.description)
-                await client.update_artifact(artifact_id=self.bars[name], artifact=update)
+        if key in self.ids:
+            update = ArtifactUpdate(data=data, description=artifact.description).model_dump(mode="json", exclude_unset=True)
+            await self.client.request("PATCH", "/artifacts/{id}", path_params={"id": self.ids[key]}, json=update)
         else:
-            artifact.key = artifact_key(self.run.root.name, name)
-            created = await artifact.acreate()
-            self.bars[name] = created.id
-        self.shown[name] = data
+            self.ids[key] = (await artifact.acreate(self.client)).id
+        self.shown[key] = (data, artifact.description)
+
+    def _key(self, *parts: str) -> str:
+        return artifact_key(self.run.root.name, *parts)
 
 
 _TELLS_MOST = ("tokens_median", "tokens_mean", "tokens_p90", "share_cut_by_length", "share_with_reasoning", "tokens")
