@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prefect import flow
 from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterId
 
 from eyas.progress import Progress, recorder
 from eyas.workspace import RunFolder
@@ -69,7 +70,8 @@ async def test_only_what_has_changed_is_sent(folder: RunFolder, requests: list[t
         report(folder, "b2", 2)
         await publisher.publish()
         assert requests == [("PATCH", str(publisher.ids["run-generate-b2"]))]
-        (bar,) = [item for item in await publisher.client.read_artifacts() if item.id == publisher.ids["run-generate-b2"]]
+        wanted = ArtifactFilter(id=ArtifactFilterId(any_=[publisher.ids["run-generate-b2"]]))
+        (bar,) = await publisher.client.read_artifacts(artifact_filter=wanted)
         assert float(str(bar.data)) == 2.0
         assert bar.description == "generate b2: 2 of 100 responses (2%)"
 
