@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -89,25 +88,6 @@ async def test_an_update_leaves_no_event_behind(folder: RunFolder, monkeypatch: 
 
     await in_flow(folder, body)
     assert "prefect.artifact.updated" not in events
-
-
-async def test_the_log_says_a_bounded_number_of_lines_however_long_a_run_takes(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("tasks.publish.get_run_logger", lambda: logging.getLogger("told"))
-
-    async def body(publisher: Publisher) -> None:
-        for done in range(401):
-            report(folder, "b1", done, total=400)
-            for message in await publisher._news():
-                publisher._bar(message)
-
-    with caplog.at_level(logging.INFO, "told"):
-        await in_flow(folder, body)
-    lines = [record.message for record in caplog.records if record.name == "told"]
-    assert len(lines) == 21
-    assert lines[0].startswith("generate b1: 0 of 400")
-    assert lines[-1].startswith("generate b1: 400 of 400")
 
 
 async def test_what_is_refused_is_sent_again_and_holds_up_nothing_else(
