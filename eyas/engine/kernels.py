@@ -5,9 +5,10 @@ of a layer takes about thirty, here one. A work item is (request, key head): it 
 attends page by page with a running softmax. A row's bits depend on its own request alone: not on what runs beside it, not on
 how many rows of the request are computed at once, so verifying drafts gives the very numbers that decoding gives.
 
-bf16 lives in arrays of uint16 (numpy has none); arithmetic is fp32. Keys lie transposed in their page, [D, 64], so that scores of
-64 keys are computed side by side; D is a multiple of 8. Compiled code is kept on disk by numba: the first start on a
-machine takes some 15 s longer.
+bf16 lives in arrays of uint16 (numpy has none); arithmetic is fp32. Keys lie transposed in their page, in blocks of 16 tokens,
+[4, D, 16], so that scores of 16 keys are computed side by side and no more of a page is read than is filled: with many
+requests the cache comes from main memory, whose speed bounds a step. D is a multiple of 16. Compiled code is kept on disk by
+numba: the first start on a machine takes some 15 s longer.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import numpy as np
 from numba import njit, prange, types
 from numba.extending import overload
 
+from eyas.engine.products import LANES, add_product
+
 PAGE = 64
 """Tokens of a page."""
-_LANES = PAGE // 4
 _MASKED = np.float32(-1e30)
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _LOG2E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504088896341), np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -42,7 +44,7 @@ def attend(
 
     Rows `starts[g]` to `starts[g] + counts[g]` of `qkv` [N, (heads + 2 kv) * D] stand at positions `firsts[g]` and following of
     a request whose pages are `tables[g]` [W] int64; `writes` [G] bool. `cos`, `sin` [positions, D/2] float32; `keys`
-    [pages, kv, D, 64], `values` [pages, kv, 64, D]; `q_norm`, `k_norm` [D] float32, or empty; `out` [N, heads * D].
+    [pages, kv, 4, D, 16], `values` [pages, kv, 64, D]; `q_norm`, `k_norm` [D] float32, or empty; `out` [N, heads * D].
     """
     num_kv = keys.shape[1]
     for index in prange(starts.shape[0] * num_kv):
@@ -69,19 +71,19 @@ def write(
 def normalise(x: Any, weight: Any, eps: Any, out: Any) -> None:
     """`out` = x / rms(x) * weight, row by row of `x` [N, H]; `weight` [H] float32. One thread: a barrier would cost more."""
     num_rows, width = x.shape
-    row, lanes = np.empty(width, np.float32), np.empty(_LANES, np.float32)
+    row, lanes = np.empty(width, np.float32), np.empty(LANES, np.float32)
     for n in range(num_rows):
         for i in range(width):
             row[i] = as_fp32(x[n, i])
-        for lane in range(_LANES):
+        for lane in range(LANES):
             lanes[lane] = _ZERO
-        for i in range(0, width - width % _LANES, _LANES):
-            for lane in range(_LANES):
+        for i in range(0, width - width % LANES, LANES):
+            for lane in range(LANES):
                 lanes[lane] += row[i + lane] * row[i + lane]
         total = _ZERO
-        for i in range(width - width % _LANES, width):
+        for i in range(width - width % LANES, width):
             total += row[i] * row[i]
-        for lane in range(_LANES):
+        for lane in range(LANES):
             total += lanes[lane]
         factor = _ONE / np.sqrt(total / np.float32(width) + eps)
         for i in range(width):
@@ -152,13 +154,13 @@ def _rotate(row: Any, start: int, cos: Any, sin: Any, norm: Any, eps: Any, scale
 
 @_inner
 def _write(row: Any, h: int, cos: Any, sin: Any, norm: Any, eps: Any, page_keys: Any, page_values: Any, place: int) -> None:
-    """Key and value of head `h` of one row into their place of a page [kv, D, 64], [kv, 64, D]."""
-    num_kv, dim = page_keys.shape[0], page_keys.shape[1]
+    """Key and value of head `h` of one row into their place of a page [kv, 4, D, 16], [kv, 64, D]."""
+    num_kv, dim = page_keys.shape[0], page_keys.shape[2]
     heads = row.shape[0] // dim - 2 * num_kv
     turned = np.empty(dim, np.float32)
     _rotate(row, (heads + h) * dim, cos, sin, norm, eps, _ONE, turned)
     for d in range(dim):
-        page_keys[h, d, place] = _stored(turned[d], page_keys[h, d, place])
+        page_keys[h, place // LANES, d, place % LANES] = _stored(turned[d], page_keys[h, 0, d, 0])
         page_values[h, place, d] = row[(heads + num_kv + h) * dim + d]
 
 
@@ -168,14 +170,12 @@ def _attend_item(
     q_norm: Any, k_norm: Any, eps: Any, scale: Any, out: Any,
 ) -> None:  # fmt: skip
     """All rows of one group under key head `h`."""
-    num_kv, dim = keys.shape[1], keys.shape[2]
+    num_kv, dim = keys.shape[1], keys.shape[3]
     heads = (qkv.shape[1] // dim - 2 * num_kv) // num_kv  # query heads of a key head
     num_rows, length = count * heads, first + count
     q, acc = np.empty((num_rows, dim), np.float32), np.zeros((num_rows, dim), np.float32)
     states = np.zeros((num_rows, 2), np.float32)  # maximum and sum
-    s, lanes = np.empty(PAGE, np.float32), np.empty(_LANES, np.float32)
-    page_keys, page_values = np.empty((dim, PAGE), np.float32), np.empty((PAGE, dim), np.float32)
-    flat_keys, flat_values = page_keys.reshape(-1), page_values.reshape(-1)
+    s, lanes = np.empty((heads, PAGE), np.float32), np.empty(LANES, np.float32)
     for i in range(count):
         row, p = qkv[start + i], first + i
         if writes:
@@ -185,15 +185,12 @@ def _attend_item(
             _rotate(row, (h * heads + g) * dim, cos[p], sin[p], q_norm, eps, scale, q[i * heads + g])
             states[i * heads + g, 0] = _MASKED
     for w in range((length - 1) // PAGE + 1):
-        stored_keys, stored_values = keys[table[w], h].reshape(-1), values[table[w], h].reshape(-1)
-        for e in range(dim * PAGE):
-            flat_keys[e] = as_fp32(stored_keys[e])
-        for e in range(dim * min(PAGE, (length - w * PAGE + 7) // 8 * 8)):  # `_attend_page` reads eight rows at once
-            flat_values[e] = as_fp32(stored_values[e])
-        for r in range(num_rows):
-            num_visible = min(first + r // heads - w * PAGE + 1, PAGE)
+        page_keys, page_values = keys[table[w], h].reshape(-1, LANES), values[table[w], h]
+        for i in range(count):
+            num_visible = min(first + i - w * PAGE + 1, PAGE)
             if num_visible > 0:
-                _attend_page(q[r], page_keys, page_values, num_visible, states[r], acc[r], s, lanes)
+                rows = slice(i * heads, (i + 1) * heads)
+                _attend_page(q[rows], page_keys, page_values, num_visible, states[rows], acc[rows], s, lanes)
     for r in range(num_rows):
         column = (h * heads + r % heads) * dim
         share = _ONE / states[r, 1]
@@ -203,38 +200,42 @@ def _attend_item(
 
 
 @_inner
-def _attend_page(q: Any, keys: Any, values: Any, num_visible: int, state: Any, acc: Any, s: Any, lanes: Any) -> None:
-    """One row `q` [D] over a page's `keys` [D, 64] and `values` [64, D]; `state` (maximum, sum) and `acc` [D] are carried on."""
-    dim = q.shape[0]
-    for j in range(PAGE):
-        s[j] = _ZERO
-    for d in range(0, dim, 8):  # eight at once: the sums stay in registers for longer
-        q0, q1, q2, q3, q4, q5, q6, q7 = q[d], q[d + 1], q[d + 2], q[d + 3], q[d + 4], q[d + 5], q[d + 6], q[d + 7]
-        for j in range(PAGE):
-            low = q0 * keys[d, j] + q1 * keys[d + 1, j] + q2 * keys[d + 2, j] + q3 * keys[d + 3, j]
-            s[j] += low + (q4 * keys[d + 4, j] + q5 * keys[d + 5, j] + q6 * keys[d + 6, j] + q7 * keys[d + 7, j])
+def _attend_page(q: Any, keys: Any, values: Any, num_visible: int, states: Any, acc: Any, s: Any, lanes: Any) -> None:
+    """Heads of one position, `q` [heads, D], over `num_visible` tokens of a page's `keys` [4 * D, 16] and `values` [64, D].
+
+    `states` [heads, 2] (maximum, sum) and `acc` [heads, D] are carried on; `s` [heads, 64] and `lanes` are scratch.
+    """
+    dim = q.shape[1]
+    num_blocks = (num_visible - 1) // LANES + 1
+    s[:, : num_blocks * LANES] = _ZERO
+    for b in range(num_blocks):
+        add_product(q, keys, b * dim, 0, dim, s, b * LANES)
+    for g in range(q.shape[0]):
+        _soften(s[g], num_visible, states[g], acc[g], lanes)
+    for d in range(0, dim, LANES):
+        add_product(s, values, 0, d, num_visible, acc, d)
+
+
+@_inner
+def _soften(s: Any, num_visible: int, state: Any, acc: Any, lanes: Any) -> None:
+    """Scores `s` [64] of a page into weights, in place, those from `num_visible` on 0; `state` and `acc` follow the new maximum."""
     for j in range(num_visible, PAGE):
         s[j] = _MASKED
-    for lane in range(_LANES):
-        lanes[lane] = max(max(s[lane], s[lane + _LANES]), max(s[lane + 2 * _LANES], s[lane + 3 * _LANES]))
+    for lane in range(LANES):
+        lanes[lane] = max(max(s[lane], s[lane + LANES]), max(s[lane + 2 * LANES], s[lane + 3 * LANES]))
     top = state[0]
-    for lane in range(_LANES):
+    for lane in range(LANES):
         top = max(top, lanes[lane])
     for j in range(PAGE):
         s[j] = exp_nonpositive(s[j] - top)
     for j in range(num_visible, PAGE):
         s[j] = _ZERO
-    for lane in range(_LANES):
-        lanes[lane] = (s[lane] + s[lane + _LANES]) + (s[lane + 2 * _LANES] + s[lane + 3 * _LANES])
+    for lane in range(LANES):
+        lanes[lane] = (s[lane] + s[lane + LANES]) + (s[lane + 2 * LANES] + s[lane + 3 * LANES])
     total = _ZERO
-    for lane in range(_LANES):
+    for lane in range(LANES):
         total += lanes[lane]
     faded = exp_nonpositive(state[0] - top)
     state[0], state[1] = top, state[1] * faded + total
-    for d in range(dim):
+    for d in range(acc.shape[0]):
         acc[d] *= faded
-    for j in range(0, num_visible, 8):  # at most seven rows of weight 0 at the end
-        p0, p1, p2, p3, p4, p5, p6, p7 = s[j], s[j + 1], s[j + 2], s[j + 3], s[j + 4], s[j + 5], s[j + 6], s[j + 7]
-        for d in range(dim):
-            low = p0 * values[j, d] + p1 * values[j + 1, d] + p2 * values[j + 2, d] + p3 * values[j + 3, d]
-            acc[d] += low + (p4 * values[j + 4, d] + p5 * values[j + 5, d] + p6 * values[j + 6, d] + p7 * values[j + 7, d])
