@@ -44,7 +44,11 @@ def files_of(folder: Path, pattern: str) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.glob(pattern))}
 
 
-async def test_shards_are_extracted_on_ray_side_by_side_with_the_bytes_of_this_process(tmp_path: Path, target: Path) -> None:
+async def test_shards_are_extracted_on_ray_side_by_side_with_the_bytes_of_this_process(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").touch()  # the source that the tiny run's config names, which a flow looks for before it begins
     shards = {"shard_bytes": 1 << 20, "disk_reserve_bytes": 0, "probe_records": 4, "threads": 1}
     folders: dict[str, RunFolder] = {}
     for name, extra in (("here", {}), ("ray", RAY)):
