@@ -164,7 +164,7 @@ def test_interrupt_ends_children_and_says_how_to_go_on(
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, at_start),
+        preexec_fn=lambda: (signal.signal(signal.SIGINT, at_start), signal.signal(signal.SIGHUP, signal.SIG_DFL)),  # not nohup's
     )
     deadline = time.monotonic() + 240
     while not (note.exists() and note.read_text()):

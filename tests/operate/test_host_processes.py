@@ -24,7 +24,7 @@ from eyas.speculate.config import DraftShape
 from eyas.workspace import RunFolder
 
 SERVER = """
-    import http.server, json, sys
+    import http.server, json, os, pathlib, sys
     port, info = int(sys.argv[1]), json.loads(sys.argv[2])
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -32,7 +32,9 @@ SERVER = """
             self.send_response(200); self.send_header("content-length", str(len(body))); self.end_headers()
             self.wfile.write(body)
         def log_message(self, *words): pass
-    http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    (pathlib.Path(sys.argv[3]) / f"bound-{os.getpid()}").touch()
+    server.serve_forever()
 """
 # As an operator's script does it: end what runs, start what is wanted in the background, return.
 CONTROL = """
@@ -53,8 +55,8 @@ CONTROL = """
         info |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft, "speculative_num_steps": int(steps),
                  "speculative_eagle_topk": int(top_k), "speculative_num_draft_tokens": int(tokens)}
     log = open(folder / "server.log", "ab")
-    server = subprocess.Popen([sys.executable, folder / "server.py", port, json.dumps(info)], stdout=log, stderr=log)
-    time.sleep(0.3)
+    server = subprocess.Popen([sys.executable, folder / "server.py", port, json.dumps(info), folder], stdout=log, stderr=log)
+    while server.poll() is None and not (folder / f"bound-{server.pid}").exists(): time.sleep(0.01)
     if server.poll() is not None: sys.exit((folder / "server.log").read_text().splitlines()[-1])
     pid_file.write_text(str(server.pid))
 """
