@@ -19,7 +19,7 @@ class SamplingConfig(Settings):
     top_k: int = Field(default=0, ge=-1, description="Top-k, -1 for all; 0 takes the target's, then -1.")
     min_p: float = Field(default=0.0, ge=0, le=1, description="Least probability relative to the most likely token.")
     repetition_penalty: float = Field(default=1.0, gt=0, le=2, description="1.0 leaves the distribution alone.")
-    stop_token_ids: list[int] = Field(default_factory=list, description="Stop tokens; empty takes the target's end tokens.")
+    stop_token_ids: list[int] = Field(default_factory=list, description="Stop tokens beside the target's end tokens.")
 
     @field_validator("temperature", "top_p", "top_k", mode="before")
     @classmethod

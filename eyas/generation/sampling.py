@@ -33,7 +33,7 @@ def resolve_sampling(config: GenerationConfig, spec: TargetSpec) -> dict[str, An
         "top_k": top_k if top_k > 0 else -1,
         "min_p": wanted.min_p,
         "repetition_penalty": wanted.repetition_penalty,
-        "stop_token_ids": wanted.stop_token_ids or spec.eos_token_ids,
+        "stop_token_ids": sorted({*wanted.stop_token_ids, *spec.eos_token_ids}),  # at the latter a server stops unasked
         "skip_special_tokens": False,
         "no_stop_trim": True,
     }
@@ -49,8 +49,8 @@ def check_stop_tokens(config: GenerationConfig, spec: TargetSpec, tokenizer: Pre
     if strange := [token for token in wanted if token not in known]:
         raise ConfigError(
             f"generation.sampling.stop_token_ids holds {strange[0]}, the tokenizer of target {spec.folder} knows "
-            f"{len(known)} tokens up to {max(known)} and not this one; correct it, or leave the list empty to take the target's "
-            f"end tokens {spec.eos_token_ids}"
+            f"{len(known)} tokens up to {max(known)} and not this one; correct it, or the target's own end "
+            f"tokens stop a reply anyway: {spec.eos_token_ids}"
         )
 
 
@@ -72,10 +72,10 @@ def record_seed(seed: int, record_id: str) -> int:
 def clamp_new_tokens(asked: int, num_prompt_tokens: int, config: GenerationConfig, spec: TargetSpec) -> int:
     """min(asked, the config's cap, what the context leaves); raises `RecordError("no_room")` below the floor.
 
-    One token of margin: SGLang refuses prompt + new = context for some attention backends.
+    Two tokens of margin: SGLang cuts a reply at prompt + new = context - 2, whatever was asked for.
     """
     cap = min(asked, config.max_new_tokens) if config.max_new_tokens else asked
-    room = spec.context_length - num_prompt_tokens - 1
+    room = spec.context_length - num_prompt_tokens - 2
     if room < min(cap, config.min_new_tokens_room):
         raise RecordError(
             "no_room",

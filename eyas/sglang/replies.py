@@ -23,7 +23,10 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """One `POST /generate`: prompt ids, sampling parameters as they are sent, and the id to abort it by."""
+    """One `POST /generate`: prompt ids, sampling parameters as they are sent, and the id to abort it by.
+
+    `accept` judges a reply by `max_new_tokens` and `stop_token_ids` of the sampling parameters.
+    """
 
     rid: str
     input_ids: list[int]
@@ -63,7 +66,7 @@ class MalformedReply(ReplyError):
 
 
 class AbortedReply(ReplyError):
-    """`finish_reason.type` is abort although the status is 200; a 4xx inside means that the request itself is refused."""
+    """`finish_reason` is an abort, or names an error, although the status is 200; with a 4xx the request itself is refused."""
 
     reason = "aborted"
 
@@ -123,6 +126,29 @@ class StopTokenMissing(ReplyError):
 
     reason = "stop_token_missing"
     can_heal = False
+
+
+class UnexpectedStop(ReplyError):
+    """The reply stopped at none of the stop tokens sent. A string is the server's own mark: SGLang writes that NaN happened."""
+
+    reason = "unexpected_stop"
+
+    def __init__(self, message: str, *, can_heal: bool) -> None:
+        super().__init__(message)
+        self.can_heal = can_heal
+
+
+class CutTooEarly(ReplyError):
+    """The reply ends for its length with fewer ids than were asked for."""
+
+    reason = "cut_too_early"
+    can_heal = False
+
+
+class OverTheCap(ReplyError):
+    """More output ids than were asked for."""
+
+    reason = "over_the_cap"
 
 
 class TextMismatch(ReplyError):
@@ -186,7 +212,7 @@ def accept(body: bytes, request: GenerateRequest, *, decode: Decode, vocab_size:
     """
     try:
         finish = _FinishOnly.model_validate_json(body).meta_info.finish_reason
-        if finish is not None and finish.type == "abort":
+        if finish is not None and (finish.type == "abort" or (finish.status_code or 0) >= 400):
             raise _aborted(finish, request, where)
         if finish is None or finish.type not in ("stop", "length"):
             seen = None if finish is None else finish.type
@@ -253,13 +279,33 @@ def _checked_counts(parsed: _Body, request: GenerateRequest, where: str) -> list
 def _check_ids(output_ids: list[int], finish: _Finish, request: GenerateRequest, vocab_size: int, where: str) -> None:
     if output_ids and not 0 <= min(output_ids) <= max(output_ids) < vocab_size:
         raise TokenOutOfRange(f"{where} rid={request.rid}: an output id lies outside 0..{vocab_size - 1}")
-    if finish.type == "stop" and isinstance(finish.matched, int) and output_ids[-1:] != [finish.matched]:
-        raise StopTokenMissing(
-            f"{where} rid={request.rid}: stopped at token {finish.matched}, but the last of {len(output_ids)} output ids is "
-            f"{output_ids[-1:]}; use a server that returns the stop token in output_ids"
-        )
+    _check_end(output_ids, finish, request, where)
     if len(output_ids) < MIN_OUTPUT_TOKENS:
         raise TooShort(f"{where} rid={request.rid}: {len(output_ids)} generated ids, wanted at least {MIN_OUTPUT_TOKENS}")
+
+
+def _check_end(output_ids: list[int], finish: _Finish, request: GenerateRequest, where: str) -> None:
+    cap, ends, num_ids = request.sampling_params["max_new_tokens"], request.sampling_params["stop_token_ids"], len(output_ids)
+    if num_ids > cap:
+        raise OverTheCap(f"{where} rid={request.rid}: {num_ids} output ids, max_new_tokens is {cap}")
+    if finish.type == "length":
+        if num_ids < cap:
+            raise CutTooEarly(
+                f"{where} rid={request.rid}: cut for its length after {num_ids} ids, max_new_tokens is {cap}; "
+                "give the server room for prompt and reply (context length, KV cache)"
+            )
+        return
+    if finish.matched not in ends:
+        raise UnexpectedStop(
+            f"{where} rid={request.rid}: stopped at {finish.matched!r:.80}, wanted one of the stop tokens {ends}; a string is an "
+            "error of the server (see its log), a token may belong to generation.sampling.stop_token_ids",
+            can_heal=not isinstance(finish.matched, int),
+        )
+    if output_ids[-1:] != [finish.matched]:
+        raise StopTokenMissing(
+            f"{where} rid={request.rid}: stopped at token {finish.matched}, but the last of {num_ids} output ids is "
+            f"{output_ids[-1:]}; use a server that returns the stop token in output_ids"
+        )
 
 
 def _match_text(

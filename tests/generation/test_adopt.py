@@ -43,7 +43,7 @@ EXPECTED = {
     "already_done": 1,
     "text_only": 1,
     "cut_too_early": 1,
-    "end_token_missing": 1,
+    "unexpected_stop": 1,
     "unknown_finish": 1,
     "other_template": 1,
     "unknown_prompt": 1,

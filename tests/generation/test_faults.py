@@ -69,7 +69,7 @@ async def run_with(faults: list[str], target: Path, tmp_path: Path, *, only_once
 HEALS = [
     "abort", "finish_null", "finish_missing", "finish_other", "status:429:0", "status:503:0", "status:503", "status:500",
     "status:502", "status:404", "reset_before", "close_before", "reset_during", "wrong_count", "wrong_rid", "no_ids", "text",
-    "html", "batch",
+    "html", "batch", "nan", "no_matched", "over",
 ]  # fmt: skip
 
 
@@ -94,6 +94,9 @@ REJECTS = {
     "prefix_counted": "prompt_in_output",
     "big_id": "token_out_of_range",
     "no_stop": "stop_token_missing",
+    "other_stop": "unexpected_stop",
+    "stop_400": "aborted",
+    "cut": "cut_too_early",
     "short": "too_short",
 }
 
@@ -110,6 +113,7 @@ NEVER_HEAL = {
     "abort": "aborted",
     "wrong_count": "wrong_completion_count",
     "text": "text_mismatch",
+    "nan": "unexpected_stop",
     "html": "malformed_reply",
     "status:500": "server_failed",
     "reset_during": "server_failed",
@@ -180,16 +184,17 @@ async def test_new_tokens_are_clamped_to_the_context_and_counted(target: Path, t
     with LoopbackServer(target) as loopback:
         manifests = await generate(run, config, urls=[loopback.url])
     assert manifests["a"].figures["clamped"] == 6
-    for payload in loopback.payloads:
-        assert len(payload["input_ids"]) + payload["sampling_params"]["max_new_tokens"] < 2048
+    for payload in loopback.payloads:  # SGLang itself cuts at context - 2
+        assert len(payload["input_ids"]) + payload["sampling_params"]["max_new_tokens"] == 2046
 
 
-async def test_many_refusals_stop_the_dataset_at_its_canary(target: Path, tmp_path: Path) -> None:
-    config = tiny_config(target, {"a": 300}, generation={"canary": 8})
+@pytest.mark.parametrize("fault", ["truncated", "nan", "cut"])
+async def test_many_refusals_stop_the_dataset_at_its_canary(fault: str, target: Path, tmp_path: Path) -> None:
+    config = tiny_config(target, {"a": 300}, generation={"canary": 8, "max_attempts": 1})
     run = RunFolder(tmp_path).create()
     write_prompts(run, config, "a", 100)
     with (
-        LoopbackServer(target, behave=lambda payload, nth: "truncated") as loopback,
+        LoopbackServer(target, behave=lambda payload, nth: fault) as loopback,
         pytest.raises(GateError, match="rejected"),
     ):
         await generate(run, config, urls=[loopback.url])

@@ -259,6 +259,10 @@ class LoopbackServer:
             await writer.drain()
             writer.transport.abort()
             return False
+
+        def stop_at(matched: int | str | None) -> None:
+            meta.update(finish_reason={"type": "stop", "matched": matched})
+
         changes: dict[str, Callable[[], None]] = {
             "abort": lambda: meta.update(finish_reason={"type": "abort", "message": "gone", "status_code": None}),
             "abort_400": lambda: meta.update(finish_reason={"type": "abort", "message": "bad", "status_code": 400}),
@@ -268,6 +272,16 @@ class LoopbackServer:
             ),
             "finish_null": lambda: meta.update(finish_reason=None),
             "finish_missing": lambda: meta.pop("finish_reason"),
+            "nan": lambda: stop_at("NaN happened"),  # as SGLang does: the end token in place of the id outside the vocabulary
+            "no_matched": lambda: stop_at(None),
+            "other_stop": lambda: (stop_at(FIRST_BYTE_ID + 65), reply["output_ids"].__setitem__(-1, FIRST_BYTE_ID + 65)),
+            "stop_400": lambda: meta.update(finish_reason={"type": "stop", "matched": END_ID, "status_code": 400}),
+            "cut": lambda: meta.update(finish_reason={"type": "length", "length": len(reply["output_ids"])}),
+            "over": lambda: (
+                reply.update(output_ids=[FIRST_BYTE_ID + 65] * 400 + [END_ID]),
+                meta.update(completion_tokens=401),
+                stop_at(END_ID),
+            ),
             "finish_other": lambda: meta.update(finish_reason={"type": "tool_calls"}),
             "wrong_count": lambda: meta.update(completion_tokens=meta["completion_tokens"] + 3),
             "prefix": lambda: reply.update(output_ids=input_ids + reply["output_ids"]),

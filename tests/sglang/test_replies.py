@@ -14,13 +14,19 @@ from eyas.sglang.metrics import parse_metrics
 from eyas.sglang.replies import AbortedReply, GenerateRequest, Reply, ReplyError, TextMismatch, TooShort, accept
 from tests.sglang import recordings
 
-REQUEST = GenerateRequest(rid="my-rid-1", input_ids=recordings.PROMPT, sampling_params={})
+
+def asked(max_new_tokens: int, stop_token_ids: list[int]) -> GenerateRequest:
+    sampling = {"max_new_tokens": max_new_tokens, "stop_token_ids": stop_token_ids}
+    return GenerateRequest(rid="my-rid-1", input_ids=recordings.PROMPT, sampling_params=sampling)
 
 
-def judge(body: str | bytes) -> Reply:
+REQUEST = asked(8, [2, 40])
+
+
+def judge(body: str | bytes, request: GenerateRequest = REQUEST) -> Reply:
     raw = body.encode() if isinstance(body, str) else body
     return accept(
-        raw, REQUEST, decode=lambda ids: recordings.TEXTS.get(tuple(ids), "?"), vocab_size=49152, where="http://s/generate"
+        raw, request, decode=lambda ids: recordings.TEXTS.get(tuple(ids), "?"), vocab_size=49152, where="http://s/generate"
     )
 
 
@@ -38,7 +44,26 @@ def test_a_recorded_stop_passes_with_its_end_token() -> None:
 
 
 def test_a_recorded_length_passes() -> None:
-    assert judge(recordings.LENGTH).finish_reason == "length"
+    assert judge(recordings.LENGTH, asked(3, [2])).finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("body", "cap", "stops", "reason", "can_heal"),
+    [
+        (recordings.LENGTH, 4, [2], "cut_too_early", False),
+        (recordings.LENGTH, 2, [2], "over_the_cap", True),
+        (recordings.STOP, 7, [2], "over_the_cap", True),
+        (recordings.STOP, 8, [40], "unexpected_stop", False),
+        (recordings.STOP.replace('"matched":2', '"matched":"NaN happened"'), 8, [2], "unexpected_stop", True),
+        (recordings.STOP.replace('"matched":2', '"matched":null'), 8, [2], "unexpected_stop", True),
+        (recordings.STOP.replace(',"matched":2', ""), 8, [2], "unexpected_stop", True),
+        (recordings.STOP.replace('"matched":2', '"matched":2,"status_code":400'), 8, [2], "aborted", False),
+    ],
+)
+def test_an_end_that_was_not_asked_for_is_no_data(body: str, cap: int, stops: list[int], reason: str, can_heal: bool) -> None:
+    with pytest.raises(ReplyError) as caught:
+        judge(body, asked(cap, stops))
+    assert (caught.value.reason, caught.value.can_heal) == (reason, can_heal)
 
 
 def test_a_recorded_abort_is_no_data_and_may_heal() -> None:
@@ -49,7 +74,7 @@ def test_a_recorded_abort_is_no_data_and_may_heal() -> None:
 
 def test_prefill_only_is_too_short() -> None:
     with pytest.raises(TooShort):
-        judge(recordings.PREFILL_ONLY)
+        judge(recordings.PREFILL_ONLY, asked(0, [2]))
 
 
 def test_text_without_the_flags_we_send_is_a_mismatch() -> None:
@@ -70,7 +95,7 @@ def test_text_without_the_flags_we_send_is_a_mismatch() -> None:
         ({"finish_reason": None}, "unknown_finish"),
         ({"finish_reason": {"type": "tool_calls"}}, "unknown_finish"),
         ({"finish_reason": "stop"}, "malformed_reply"),
-        ({"finish_reason": {"type": "stop", "matched": 30}}, "stop_token_missing"),
+        ({"finish_reason": {"type": "stop", "matched": 40}}, "stop_token_missing"),
         ({"finish_reason": {"type": "abort", "status_code": 400}}, "aborted"),
     ],
 )
