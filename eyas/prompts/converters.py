@@ -20,7 +20,8 @@ Row = dict[str, Any]
 Converter = Callable[[Row], Conversation]
 
 _PROMPT_KEYS = ("prompt", "instruction", "question", "query", "problem", "input", "text")
-_NON_TEXT_PARTS = ("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url", "file")
+_MEDIA = ("image", "images", "image_url", "input_image", "audio", "audios", "input_audio", "video", "videos", "video_url")
+_SYSTEM_KEYS = ("system", "system_prompt")
 
 
 def convert(value: Any, converter: str = "auto") -> Conversation:
@@ -67,7 +68,10 @@ def from_alpaca(row: Row) -> Conversation:
     """Alpaca: `instruction`, optional `input`, `system` and `history` of (question, answer) pairs."""
     parts = [_text(row.get(key)) for key in ("instruction", "input")]
     turns: list[Any] = []
-    for pair in row.get("history") or []:
+    history = row.get("history") or []
+    if not isinstance(history, list):
+        raise RecordError("bad_history", f"history is a {type(history).__name__}, wanted a list of pairs")
+    for pair in history:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise RecordError("bad_history", f"history holds {str(pair)[:80]!r}, wanted pairs of question and answer")
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
@@ -93,11 +97,12 @@ _GLAIVE_CALL = "<functioncall>"
 
 def from_glaive(row: Row) -> Conversation:
     """Glaive function calling: one string `chat` with USER, ASSISTANT and FUNCTION RESPONSE, functions inside `system`."""
-    pieces = _GLAIVE_TURN.split(_text(row.get("chat")))
-    turns = [_glaive_turn(_GLAIVE_ROLES[role], text) for role, text in zip(pieces[1::2], pieces[2::2], strict=True)]
+    before, *pieces = _GLAIVE_TURN.split(_text(row.get("chat")))
+    if before.replace("<|endoftext|>", "").strip():
+        raise RecordError("bad_turn", f"the chat begins with {before.strip()[:80]!r}, wanted USER: or another role")
+    turns = [_glaive_turn(_GLAIVE_ROLES[role], text) for role, text in zip(pieces[::2], pieces[1::2], strict=True)]
     system, tools = _glaive_system(_text(row.get("system")))
-    head = [{"role": "system", "content": system}] if system.strip() else []
-    return _conversation(head + turns, {"tools": tools})
+    return _conversation(turns, {**row, "system": system, "tools": tools})
 
 
 def _glaive_turn(role: str, text: str) -> Message:
@@ -116,7 +121,7 @@ def _glaive_call(text: str) -> Row:
     for parse in (json.loads, ast.literal_eval):
         try:
             call = parse(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+        except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
             continue
         if isinstance(call, dict):
             return call
@@ -148,9 +153,12 @@ def from_swe_agent(row: Row) -> Conversation:
     turns = []
     for step in steps:
         if not isinstance(step, dict) or not ("role" in step or "from" in step):
-            raise RecordError("unknown_shape", f"a step of the trajectory has the keys {sorted(step)[:12]}, wanted a role")
-        content = next((step[key] for key in ("content", "value", "text", "system_prompt") if step.get(key)), "")
-        turns.append({**step, "content": content})
+            raise RecordError("unknown_shape", f"a step of the trajectory is {str(step)[:80]!r}, wanted an object with a role")
+        content = next((step[key] for key in ("content", "value", "text") if step.get(key)), None)
+        system = step.get("system_prompt")
+        if system and content and system != content:
+            turns.append({"role": "system", "content": system})
+        turns.append({**step, "content": content or system})
     return _conversation(turns, row)
 
 
@@ -160,7 +168,7 @@ def from_bfcl(row: Row) -> Conversation:
     if isinstance(question, list) and question and isinstance(question[0], list):
         question = question[0]
     tools = [_bfcl_tool(tool) for tool in _listed(row.get("function"), "function")]
-    return _conversation(_listed(question, "question"), {"tools": tools})
+    return _conversation(_listed(question, "question"), {**row, "tools": tools})
 
 
 def _bfcl_tool(tool: Any) -> Row:
@@ -194,23 +202,35 @@ CONVERTERS: dict[str, Converter] = {
 
 
 def _conversation(turns: list[Any], row: Row) -> Conversation:
+    _refuse_media(row, "the row")
     messages = [_message(turn) for turn in turns]
-    system = row.get("system")
-    if isinstance(system, str) and system.strip() and not any(message["role"] == "system" for message in messages[:1]):
+    first = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
+    texts = [*(_text(row.get(key)) for key in _SYSTEM_KEYS), first or ""]
+    system = "\n\n".join(dict.fromkeys(text for text in texts if text.strip()))
+    if system or first is not None:
         messages.insert(0, {"role": "system", "content": system})
     return Conversation(messages=link_calls(messages), tools=normal_tools(row.get("tools") or row.get("functions")))
+
+
+def _refuse_media(holder: Row, place: str) -> None:
+    """Raise `RecordError` where a row, turn or part holds a picture, a sound or a film under one of the usual names."""
+    for key in _MEDIA:
+        value = holder.get(key)
+        if any(value.values()) if isinstance(value, dict) else any(value) if isinstance(value, list) else value:
+            raise RecordError("not_text", f"{place} holds {key!r}, the target takes text only")
 
 
 def _message(turn: Any) -> Message:
     if not isinstance(turn, dict):
         raise RecordError("bad_turn", f"a turn is a {type(turn).__name__}, wanted an object")
+    _refuse_media(turn, "a turn")
     name = turn.get("role") or turn.get("from")  # a Parquet struct may hold both, one of them null
     role = ROLE_ALIASES.get(name.lower()) if isinstance(name, str) else None
-    if role is None:
+    if not isinstance(name, str) or role is None:
         raise RecordError("unknown_role", f"a turn has the role {name!r}; known are {', '.join(sorted(ROLE_ALIASES))}")
     content = _text(turn["content"] if turn.get("content") is not None else turn.get("value"))
     message: Message = {"role": role, "content": content}
-    if name == "function_call":
+    if name.lower() == "function_call":
         message = {"role": role, "content": "", "tool_calls": _calls_in_text(content)}
     elif role == "assistant":
         calls = turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else [])
@@ -250,8 +270,9 @@ def _part_text(part: Any) -> str:
         return part
     kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else type(part).__name__
     if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
+        _refuse_media(part, "a text part")
         return str(part["text"])
-    if kind in _NON_TEXT_PARTS:
+    if kind in (*_MEDIA, "file"):
         raise RecordError("not_text", f"a content part is of type {kind!r}, the target takes text only")
     raise RecordError("bad_content", f"a content part is of type {kind!r}, wanted text")
 

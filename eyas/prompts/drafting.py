@@ -67,6 +67,9 @@ def drafts(preparation: Preparation, dataset: DatasetConfig, source: Source, acc
             yield Draft(where=row.where, problem=error)
         except RecursionError:
             yield Draft(where=row.where, problem=RecordError("too_deep", "the row's JSON is nested too deep"))
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+            # values that no rule foresaw: one row's loss, with a name, never the whole run's
+            yield Draft(where=row.where, problem=RecordError("bad_value", f"{type(error).__name__}: {error}"))
     mapping.check_seen()
 
 

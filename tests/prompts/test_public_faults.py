@@ -11,6 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from eyas.files import read_json_lines
+from eyas.prompts.conversation import Conversation
+from eyas.prompts.converters import CONVERTERS
 from eyas.target.config import TargetConfig
 from eyas.target.rendering import Renderer
 from eyas.target.spec import load_target
@@ -48,6 +50,14 @@ def _reasons(rejects: list[dict]) -> list[str]:
         ("just text", "not_an_object"),
         (None, "not_an_object"),
         (3, "not_an_object"),
+        ({"instruction": "x", "history": 5}, "bad_history"),
+        ({"instruction": "x", "history": True}, "bad_history"),
+        ({"history": [3]}, "unknown_shape"),
+        ({"trajectory": [None]}, "unknown_shape"),
+        ({"trajectory": [[1, "a"]]}, "unknown_shape"),
+        ({"system": "", "chat": 'USER: q\nASSISTANT: <functioncall> {{"name": "f", "arguments": {}}}'}, "bad_tool_call"),
+        ({"system": "", "chat": "USER: q\nASSISTANT: <functioncall> {'name': 'f', 'arguments': {1}}\nUSER: r"}, "bad_value"),
+        ({"system": "", "chat": "Nobody said this.\nUSER: q"}, "bad_turn"),
     ],
 )
 def test_a_row_with_nothing_to_ask_is_a_reject_and_its_neighbours_stay(prepared, row, reason) -> None:
@@ -57,6 +67,21 @@ def test_a_row_with_nothing_to_ask_is_a_reject_and_its_neighbours_stay(prepared,
     assert rejects[0]["where"] == "rows.jsonl:2"
     assert len(prompts) == 2
     assert manifest.counts.num_in == 3
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError, KeyError, OverflowError, AttributeError])
+def test_an_error_that_no_rule_foresaw_costs_its_row_alone(
+    prepared, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """https://github.com/sgl-project/SpecForge/pull/482: the kind of fault, whatever value brings it about."""
+
+    def from_prompt(row: dict) -> Conversation:
+        raise error("odd")
+
+    monkeypatch.setitem(CONVERTERS, "prompt", from_prompt)
+    manifest, prompts, rejects = prepared([_GOOD, {"prompt": "q"}])
+    assert (len(prompts), _reasons(rejects), manifest.counts.num_in) == (1, ["bad_value"], 2)
+    assert error.__name__ in rejects[0]["detail"]
 
 
 def test_an_assistant_first_chat_keeps_what_follows_and_is_counted(prepared) -> None:
@@ -141,6 +166,16 @@ def test_an_unknown_role_is_a_reject_that_names_it(prepared, role: object) -> No
         {"system": "Answer in French", "prompt": "hi"},
         {"system": "SYSTEM: Answer in French", "chat": "USER: hi\n\n\nASSISTANT: salut <|endoftext|>"},
         {"trajectory": [{"role": "system", "system_prompt": "Answer in French", "text": None}, {"role": "user", "text": "hi"}]},
+        {"system_prompt": "Answer in French", "question": "hi", "response": "salut"},
+        {"system_prompt": "Answer in French", "conversations": chat("hi", "salut")["conversations"]},
+        {"system_prompt": "Answer in French", "instruction": "hi"},
+        {"system": "Answer in French", "system_prompt": "Answer in French", "prompt": "hi"},
+        {"system": ["Answer in ", "French"], "prompt": "hi"},
+        {"system": [{"type": "text", "text": "Answer in French"}], **chat("hi", "salut", system="Answer in French")},
+        {"system": "Answer in French", "question": [[{"role": "user", "content": "hi"}]], "function": []},
+        {"system_prompt": "Answer in French", "history": [{"role": "user", "content": "hi"}]},
+        {"trajectory": [{"role": "user", "system_prompt": "Answer in French", "text": "hi"}]},
+        {"system": "", "chat": "SYSTEM: Answer in French\nUSER: hi"},
     ],
 )
 def test_system_text_is_in_the_prompt(prepared, target: Path, row: dict) -> None:
@@ -150,6 +185,29 @@ def test_system_text_is_in_the_prompt(prepared, target: Path, row: dict) -> None
     _, prompts, _ = prepared([row])
     text = AutoTokenizer.from_pretrained(target).decode(prompts[0]["input_ids"])
     assert text == "<|im_start|>system\nAnswer in French<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"system": "Be brief.", **chat("hi", "x", system="Rhyme.")},
+        {"system": "Be brief.", "system_prompt": "Rhyme.", "prompt": "hi"},
+        {"system": "Be brief.", "chat": "SYSTEM: Rhyme.\nUSER: hi"},
+        {
+            "system": "Be brief.",
+            "question": [[{"role": "system", "content": "Rhyme."}, {"role": "user", "content": "hi"}]],
+            "function": [],
+        },
+        {"trajectory": [{"role": "system", "system_prompt": "Be brief.", "text": "Rhyme."}, {"role": "user", "text": "hi"}]},
+    ],
+)
+def test_two_system_texts_are_both_in_the_prompt(prepared, row: dict) -> None:
+    """https://github.com/NVIDIA-NeMo/Automodel/pull/3144"""
+    _, prompts, _ = prepared([row])
+    assert json.loads(prompts[0]["messages"]) == [
+        {"role": "system", "content": "Be brief.\n\nRhyme."},
+        {"role": "user", "content": "hi"},
+    ]
 
 
 @pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
@@ -198,6 +256,45 @@ def test_other_parts_are_rejected_by_name(prepared, kind: str) -> None:
     assert _reasons(rejects) == ["not_text"]
     assert repr(kind) in rejects[0]["detail"]
     assert len(prompts) == 1
+
+
+_ASKED = {"role": "user", "content": "What is this?"}
+
+
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        ({"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>\nWhat is this?"}]}, "image"),
+        ({"images": ["a.jpg"], "messages": [_ASKED]}, "images"),
+        ({"audio": {"bytes": None, "path": "a.wav"}, "prompt": "What is this?"}, "audio"),
+        ({"video": "a.mp4", "question": [[_ASKED]], "function": []}, "video"),
+        ({"images": ["a.jpg"], "system": "", "chat": "USER: What is this?"}, "images"),
+        ({"messages": [{**_ASKED, "images": ["aGk="]}]}, "images"),
+        ({"trajectory": [{"role": "user", "text": "What is this?", "image": "a.jpg"}]}, "image"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "image_url": {"url": "x"}}]}]}, "image_url"),
+        ({"messages": [{"role": "user", "content": [{"text": "hi", "image": "x"}]}]}, "image"),
+    ],
+)
+def test_pictures_beside_the_text_are_rejected_by_name(prepared, row: dict, key: str) -> None:
+    """https://github.com/OpenGVLab/InternVL/issues/726"""
+    _, prompts, rejects = prepared([row, _GOOD])
+    assert _reasons(rejects) == ["not_text"]
+    assert repr(key) in rejects[0]["detail"]
+    assert len(prompts) == 1
+
+
+def test_columns_for_pictures_that_hold_none_are_no_pictures(prepared) -> None:
+    """https://github.com/OpenGVLab/InternVL/issues/726: rows of one table have every column, filled or not."""
+    parts = [{"type": "text", "text": "hi", "image_url": None}]
+    row = {
+        "image": {"bytes": None, "path": None},
+        "images": [],
+        "audio": None,
+        "video": "",
+        "messages": [{"role": "user", "content": parts}],
+    }
+    _, prompts, rejects = prepared([row])
+    assert (len(prompts), rejects) == (1, [])
 
 
 @pytest.mark.parametrize(
