@@ -72,7 +72,7 @@ def main() -> None:
                 [url],
                 final_urls=[],
                 sink=folder / "sink",
-                hidden_size=bench.target.hidden_size,
+                spec=bench.target,
                 concurrency=arguments.concurrency,
             )
             _generate(url, prompts[:4], "warm-", 8, arguments.concurrency)

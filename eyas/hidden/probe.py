@@ -116,13 +116,18 @@ def _agreement(final: torch.Tensor, reply: ProbeReply, lm_head: torch.Tensor, sh
     wanted = torch.from_numpy(reply.tokens[first:].astype(np.int64))[keep]
     hits = near = 0
     for part, tokens in zip(torch.split(rows[keep], 256), torch.split(wanted, 256), strict=True):
-        logits = (final[part].to(lm_head.dtype) @ lm_head.T).float()  # [256, V]
-        top, best = logits.max(dim=-1)
-        is_hit = best == tokens
-        gap = top - logits.gather(1, tokens[:, None])[:, 0]
-        hits += int(is_hit.sum())
-        near += int((~is_hit & (gap <= TIE_SHARE * top.abs())).sum())
+        is_hit, is_tie = compare_greedy(final[part], tokens, lm_head)
+        hits, near = hits + int(is_hit.sum()), near + int(is_tie.sum())
     return hits, near
+
+
+def compare_greedy(final: torch.Tensor, tokens: torch.Tensor, lm_head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(whether lm_head [V, H] of final states [N, H] gives the tokens [N], whether another one by no more than a tie), [N] bool."""
+    logits = (final.to(lm_head.dtype) @ lm_head.T).float()  # [N, V]
+    top, best = logits.max(dim=-1)
+    gap = top - logits.gather(1, tokens[:, None])[:, 0]
+    is_hit = best == tokens
+    return is_hit, ~is_hit & (gap <= TIE_SHARE * top.abs())
 
 
 def _diagnosis(states: Sequence[States], replies: Sequence[ProbeReply], head: TargetHead, spec: TargetSpec, share: float) -> str:

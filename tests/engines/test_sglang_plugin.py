@@ -44,7 +44,7 @@ def test_the_plugin_gives_both_states_of_every_token(sglang_python: Path, logs: 
     with sglang_server(
         sglang_python, logs / "sglang-plugin.log", target.folder, *AUX_FLAGS.split(), environment=environment
     ) as url:
-        source = SglangSource([url], final_urls=[], sink=sink, hidden_size=target.hidden_size, concurrency=3)
+        source = SglangSource([url], final_urls=[], sink=sink, spec=target, concurrency=3)
         seen = dict(source.extract(sequences))
         alone = source._rows(source._post(url, "over-http", sequences[0]), url, 3 * target.hidden_size)
     own, rounded = (

@@ -1,7 +1,8 @@
 """A loopback server that answers `/generate` and `/server_info` as SGLang 0.5.23 does in its two state modes.
 
 States come from a plain forward of the tiny target; with a sink they go through the real plugin's `capture`.
-Faults: `prefix_cache` drops the rows of a common head, `no_plugin` writes no file, `busy` answers 503 once.
+Faults: `prefix_cache` drops the rows of a common head, `no_plugin` writes no file, `busy` answers 503 once, `other_ids` gives
+the states of other ids beside the right token, `truncates` reads two ids fewer, `other_rid` answers another request.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from eyas.hidden.sources.sglang_plugin import capture
-from tests.hidden.tiny import plain_states
+from tests.hidden.tiny import greedy, plain_states
 
 
 @contextmanager
@@ -40,8 +41,11 @@ def fake_sglang(
                 self.answer(503, {"object": "error", "message": "The request queue is full."})
                 return
             ids, rid = body["input_ids"], body["rid"]
+            if fault == "truncates":
+                ids = ids[2:]
             with forward:
-                aux, final = plain_states(target, ids)
+                token = greedy(target, ids, 1)[-1]
+                aux, final = plain_states(target, ids[1:] + ids[:1] if fault == "other_ids" else ids)
             cached = 4 if fault == "prefix_cache" else 0
             rows: list[Any] = (aux if mode == "aux" else final)[cached:].tolist()
             if sink is not None and fault != "no_plugin":
@@ -53,10 +57,11 @@ def fake_sglang(
                 capture(sink, lambda *_, **__: 0, owner, capture_hidden_mode=full, **named)
                 rows = []
             meta = {
-                "id": rid, "finish_reason": {"type": "length", "length": 1}, "prompt_tokens": len(ids),
+                "id": "another" if fault == "other_rid" else rid,
+                "finish_reason": {"type": "length", "length": 1}, "prompt_tokens": len(ids),
                 "completion_tokens": 1, "cached_tokens": cached, "hidden_states": [rows] if rows else [],
             }  # fmt: skip
-            self.answer(200, {"text": "", "output_ids": [5], "meta_info": meta})
+            self.answer(200, {"text": "", "output_ids": [token], "meta_info": meta})
 
         def answer(self, code: int, value: Any) -> None:
             content = json.dumps(value).encode()

@@ -22,13 +22,14 @@ from eyas.target.config import TargetConfig
 from eyas.target.spec import load_target
 from tests.hidden.fake_sglang import fake_sglang
 from tests.hidden.fake_vllm import fake_vllm
-from tests.hidden.tiny import HIDDEN_SIZE, TinyRun, plain_states
+from tests.hidden.tiny import TinyRun, plain_states
 
 SEQUENCES = [np.random.default_rng(n).integers(5, 261, size).astype(np.int32) for n, size in enumerate((30, 1, 7, 64, 7))]
 
 
-def open_sglang(url: str, **changes: Any) -> SglangSource:
-    return SglangSource([url], **{"final_urls": [], "sink": None, "hidden_size": HIDDEN_SIZE, "concurrency": 3, **changes})
+def open_sglang(url: str, target: Path, **changes: Any) -> SglangSource:
+    spec = load_target(TargetConfig(model=str(target)))
+    return SglangSource([url], **{"final_urls": [], "sink": None, "spec": spec, "concurrency": 3, **changes})
 
 
 def open_vllm(url: str, target: Path, sink: Path) -> VllmSource:
@@ -43,7 +44,7 @@ def source(request: pytest.FixtureRequest, target: Path, tmp_path: Path) -> Iter
             yield TransformersSource(spec, dtype="float32", batch_tokens=64, threads=1)
         elif request.param == "sglang over HTTP":
             final_url = stack.enter_context(fake_sglang(target, mode="final"))
-            yield open_sglang(stack.enter_context(fake_sglang(target, mode="aux", fault="busy")), final_urls=[final_url])
+            yield open_sglang(stack.enter_context(fake_sglang(target, mode="aux", fault="busy")), target, final_urls=[final_url])
         elif request.param == "vllm":
             sink = tmp_path / "sink"
             url = stack.enter_context(fake_vllm(target, sink, fault="busy"))
@@ -52,7 +53,7 @@ def source(request: pytest.FixtureRequest, target: Path, tmp_path: Path) -> Iter
         else:
             sink = tmp_path / "sink"
             sink.mkdir()
-            yield open_sglang(stack.enter_context(fake_sglang(target, mode="aux", sink=sink)), sink=sink)
+            yield open_sglang(stack.enter_context(fake_sglang(target, mode="aux", sink=sink)), target, sink=sink)
             assert list(sink.iterdir()) == []  # what was read is gone
 
 
@@ -70,8 +71,29 @@ def test_a_source_conforms(source: Source, target: Path) -> None:
 def test_rows_lost_to_a_prefix_cache_are_refused(target: Path) -> None:
     """https://github.com/vllm-project/vllm/issues/44485: only the uncached suffix has states."""
     with fake_sglang(target, mode="aux", fault="prefix_cache") as url:
-        source = open_sglang(url, final_urls=[url], sink=target)
+        source = open_sglang(url, target, final_urls=[url], sink=target)
         with pytest.raises(ConfigError, match="4 ids from its prefix cache"):
+            list(source.extract(SEQUENCES[:1]))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("other_ids", "not of the ids that were sent"),
+        ("truncates", "read 28 of 30 ids"),
+        ("other_rid", "answered rid='another'"),
+    ],
+)
+@pytest.mark.parametrize("has_sink", [True, False])
+def test_states_of_sglang_that_are_not_ours_are_refused(
+    target: Path, tmp_path: Path, fault: str, message: str, has_sink: bool
+) -> None:
+    """Review of https://github.com/sgl-project/sglang/pull/30177: as many rows as ids, of a neighbour request."""
+    sink = tmp_path if has_sink else None
+    mode = "aux" if has_sink else "final"
+    with fake_sglang(target, mode="aux") as aux_url, fake_sglang(target, mode=mode, sink=sink, fault=fault) as url:
+        source = open_sglang(url if has_sink else aux_url, target, sink=sink, final_urls=[url])
+        with pytest.raises(ConfigError, match=message):
             list(source.extract(SEQUENCES[:1]))
 
 
@@ -85,7 +107,7 @@ def test_rows_lost_to_a_prefix_cache_are_refused(target: Path) -> None:
 )
 def test_a_server_in_the_wrong_mode_is_refused_before_the_first_request(target: Path, info: dict[str, Any], message: str) -> None:
     with fake_sglang(target, mode="aux", info=info) as url, pytest.raises(ConfigError, match=message):
-        open_sglang(url, sink=target)
+        open_sglang(url, target, sink=target)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +135,14 @@ def test_vllm_without_servers_says_how_to_start_one(target: Path) -> None:
 
 def test_a_server_without_the_plugin_is_named(target: Path, tmp_path: Path) -> None:
     with fake_sglang(target, mode="aux", sink=tmp_path, fault="no_plugin") as url:
-        source = open_sglang(url, sink=tmp_path)
+        source = open_sglang(url, target, sink=tmp_path)
         with pytest.raises(ConfigError, match="its plugin is not active"):
             list(source.extract(SEQUENCES[:1]))
 
 
-def test_missing_servers_are_a_configuration_error() -> None:
+def test_missing_servers_are_a_configuration_error(target: Path) -> None:
     with pytest.raises(ConfigError, match=r"server\.urls started with"):
-        SglangSource([], final_urls=[], sink=None, hidden_size=4, concurrency=1)
+        SglangSource([], final_urls=[], sink=None, spec=load_target(TargetConfig(model=str(target))), concurrency=1)
 
 
 def test_a_run_extracts_from_sglang(tiny: TinyRun, tmp_path: Path) -> None:

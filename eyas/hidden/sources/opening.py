@@ -31,7 +31,7 @@ def open_source(config: RunConfig, spec: TargetSpec, kind: StoreKind) -> Source:
         hidden.urls or config.server.urls,
         final_urls=hidden.final_urls,
         sink=sink,
-        hidden_size=spec.hidden_size,
+        spec=spec,
         concurrency=hidden.concurrency,
         api_key=api_key,
     )

@@ -4,6 +4,10 @@ Two ways. With `hidden.sink`, the folder that our plugin inside SGLang writes to
 final states as a file, 8·H bytes a token. Without: plain HTTP, states as JSON numbers (about 0.4 MB a token at H = 7168, for
 small targets only), and since one server gives either aux or final states, two sets of servers: `urls` in
 aux mode and `final_urls` in full mode. Prefix cache and chunked prefill must be off; both are asked and proven.
+
+That states belong to the ids sent is proven for every sequence: lm_head of the last final state must give the token that
+the same request decoded. Costs one product of the head with a vector. Over HTTP the aux states, of another
+request, have only its id and its count of tokens as their proof.
 """
 
 from __future__ import annotations
@@ -19,12 +23,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from eyas.errors import ConfigError, ServerError
+from eyas.hidden.probe import compare_greedy
 from eyas.hidden.sources.concurrent import concurrently
 from eyas.hidden.sources.protocol import States, TokenIds
 from eyas.hidden.sources.sglang_plugin import FOLDER_VARIABLE, RID_PREFIX
+from eyas.target.spec import TargetSpec
+from eyas.target.weights import load_head
 
 AUX_FLAGS = "--enable-return-aux-hidden-states --speculative-algorithm EAGLE3 --disable-radix-cache --chunked-prefill-size -1"
 FINAL_FLAGS = "--enable-return-hidden-states --disable-radix-cache --chunked-prefill-size -1"
+_VERSION = "0.5.23 or newer"
 _ATTEMPTS = 4
 _TIMEOUT_S = 600.0
 
@@ -38,7 +46,7 @@ class SglangSource:
         *,
         final_urls: Sequence[str],
         sink: Path | None,
-        hidden_size: int,
+        spec: TargetSpec,
         concurrency: int,
         api_key: str = "",
     ) -> None:
@@ -48,7 +56,8 @@ class SglangSource:
                 f"{FOLDER_VARIABLE} of servers with our plugin) or hidden.final_urls started with {FINAL_FLAGS}"
             )
         self._urls, self._final_urls, self._sink = list(urls), list(final_urls), sink
-        self._hidden_size, self._concurrency = hidden_size, concurrency
+        self._hidden_size, self._concurrency = spec.hidden_size, concurrency
+        self._lm_head = load_head(spec, torch.bfloat16).lm_head  # [V, H]
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         transport = httpx.HTTPTransport(retries=2)
         self._client = httpx.Client(headers=headers, timeout=_TIMEOUT_S, trust_env=False, transport=transport)
@@ -65,26 +74,30 @@ class SglangSource:
         url = self._urls[index % len(self._urls)]
         rid = f"{RID_PREFIX}{uuid.uuid4().hex}"
         if self._sink is not None:
-            meta = self._post(url, rid, sequence)
-            return self._from_sink(self._sink, str(meta.get("id")), url)  # the id of the attempt that succeeded
+            reply = self._post(url, rid, sequence)
+            states = self._from_sink(self._sink, reply["meta_info"]["id"], url)  # the id of the attempt that succeeded
+            self._check_token(states.final, reply, url)
+            return states
         final_url = self._final_urls[index % len(self._final_urls)]
         aux = self._rows(self._post(url, f"x{rid}", sequence), url, 3 * self._hidden_size)  # our prefix would take the plugin's way
-        final = self._rows(self._post(final_url, f"x{rid}", sequence), final_url, self._hidden_size)
+        reply = self._post(final_url, f"x{rid}", sequence)
+        final = self._rows(reply, final_url, self._hidden_size)
+        self._check_token(final, reply, final_url)
         return States(aux=aux, final=final)
 
     def _post(self, url: str, rid: str, sequence: TokenIds) -> dict[str, Any]:
-        """The reply's meta_info; raises `ConfigError` for what cannot heal, `ServerError` after several attempts."""
-        body = {
+        """The whole reply; raises `ConfigError` for what cannot heal, `ServerError` after several attempts."""
+        body: dict[str, Any] = {
             "input_ids": sequence.tolist(),
-            "rid": rid,
             "extra_key": rid,  # a namespace of its own in any prefix cache
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
             "return_hidden_states": True,
         }
         problem = ""
         for attempt in range(_ATTEMPTS):
+            body["rid"] = f"{rid}-{attempt}" if attempt else rid
             try:
-                reply = self._client.post(f"{url}/generate", json={**body, "rid": f"{rid}-{attempt}" if attempt else rid})
+                reply = self._client.post(f"{url}/generate", json=body)
             except httpx.HTTPError as error:
                 problem = f"{type(error).__name__}: {error}"
                 continue
@@ -92,15 +105,18 @@ class SglangSource:
                 raise ConfigError(
                     f"{url}/generate refused states ({reply.status_code}: {reply.text[:200]}); start it with {AUX_FLAGS}"
                 )
-            meta = _meta(reply)
-            if meta is not None:
-                return self._checked(meta, url, sequence)
+            whole = _whole(reply)
+            if whole is not None:
+                self._check_counts(whole["meta_info"], url, body["rid"], sequence)
+                return whole
             problem = f"{reply.status_code}: {reply.text[:200]}"
         raise ServerError(
             f"{url}/generate gave no states after {_ATTEMPTS} attempts ({problem}); look at the server, then run again"
         )
 
-    def _checked(self, meta: dict[str, Any], url: str, sequence: TokenIds) -> dict[str, Any]:
+    def _check_counts(self, meta: dict[str, Any], url: str, rid: str, sequence: TokenIds) -> None:
+        if meta.get("id") != rid:
+            raise ConfigError(f"{url} answered rid={meta.get('id')!r:.80} to rid={rid}: replies are mixed up on the way to it")
         if meta.get("prompt_tokens") != len(sequence):
             raise ConfigError(
                 f"{url} read {meta.get('prompt_tokens')} of {len(sequence)} ids: it truncates prompts; raise its context"
@@ -109,11 +125,21 @@ class SglangSource:
             raise ConfigError(
                 f"{url} answered {meta['cached_tokens']} ids from its prefix cache, whose states are lost; {AUX_FLAGS}"
             )
-        return meta
 
-    def _rows(self, meta: dict[str, Any], url: str, width: int) -> torch.Tensor:
+    def _check_token(self, final: torch.Tensor, reply: dict[str, Any], url: str) -> None:
+        token = reply["output_ids"][0]
+        if not 0 <= token < len(self._lm_head):
+            raise ConfigError(f"{url} decoded token {token}, the target's vocabulary has {len(self._lm_head)}; serve the target")
+        is_hit, is_tie = compare_greedy(final[-1:], torch.tensor([token]), self._lm_head)
+        if not bool(is_hit | is_tie):
+            raise ConfigError(
+                f"{url} gave {reply['meta_info']['id']} states that are not of the ids that were sent: lm_head of the last "
+                f"does not give token {token}, which the same request decoded; does it serve the target, with {_VERSION}?"
+            )
+
+    def _rows(self, reply: dict[str, Any], url: str, width: int) -> torch.Tensor:
         """[T, width] from the JSON of a prefill: one matrix, or one a chunk; the vectors of decoded tokens are left out."""
-        parts = [item for item in meta.get("hidden_states") or [] if item and isinstance(item[0], list)]
+        parts = [item for item in reply["meta_info"].get("hidden_states") or [] if item and isinstance(item[0], list)]
         rows = torch.tensor([row for part in parts for row in part], dtype=torch.float32)
         if rows.dim() != 2 or rows.shape[1] != width:
             raise ConfigError(
@@ -143,17 +169,21 @@ class SglangSource:
         except (httpx.HTTPError, ValueError) as error:
             raise ServerError(f"{url}/server_info did not answer ({error}); start the server with {flags}") from error
         if wanted not in info:
-            raise ConfigError(f"{url} is a version of SGLang that cannot give these states (no {wanted}); use 0.5.23 or newer")
+            raise ConfigError(f"{url} is a version of SGLang that cannot give these states (no {wanted}); use {_VERSION}")
         if not info[wanted] or not info.get("disable_radix_cache") or (info.get("chunked_prefill_size") or -1) > 0:
             seen = {key: info.get(key) for key in (wanted, "disable_radix_cache", "chunked_prefill_size")}
             raise ConfigError(f"{url} is not in the mode that extraction needs ({seen}); start it with {flags}")
 
 
-def _meta(reply: httpx.Response) -> dict[str, Any] | None:
-    """meta_info of a whole reply; None where another attempt may help (server errors, aborts, half an answer)."""
+def _whole(reply: httpx.Response) -> dict[str, Any] | None:
+    """A whole reply with its one token; None where another attempt may help (server errors, aborts, half an answer)."""
     try:
-        meta = reply.json()["meta_info"] if reply.status_code == 200 else None
-        is_whole = meta is not None and meta["finish_reason"]["type"] in ("stop", "length")
-    except (ValueError, KeyError, TypeError):
+        body: dict[str, Any] | None = reply.json() if reply.status_code == 200 else None
+        is_whole = (
+            body is not None
+            and body["meta_info"]["finish_reason"]["type"] in ("stop", "length")
+            and type(body["output_ids"][0]) is int
+        )
+    except (ValueError, LookupError, TypeError):
         return None
-    return meta if is_whole else None
+    return body if is_whole else None
