@@ -57,6 +57,7 @@ def up(home: Path, port: int, runs_home: Path, database_url: str = "") -> str:
         supervisor = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
+    print(f"starting a Prefect server, blocks and deployments, a worker: a minute or two (log {log})", flush=True)
     deadline = time.monotonic() + _START_S
     while (running := _running(home)) is None:
         if supervisor.poll() is not None or time.monotonic() > deadline:

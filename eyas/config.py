@@ -125,7 +125,7 @@ def _child(node: Any, part: str, override: str) -> Any:
 
 
 def _index(node: list[Any], part: str, override: str) -> int:
-    if not part.isdigit() or int(part) >= len(node):
+    if not part.isdecimal() or int(part) >= len(node):
         raise ConfigError(f"--set {override!r}: {part!r} is not an index below {len(node)}")
     return int(part)
 

@@ -83,7 +83,7 @@ def read_json(path: Path) -> Any:
         raise ArtifactError(f"{path} does not exist; run the phase that writes it first") from error
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read ({error.strerror}); remove it and run its phase again") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path} is not JSON ({error}); remove it and run the phase that writes it again") from error
 
 

@@ -7,7 +7,7 @@ how many rows of the request are computed at once, so verifying drafts gives the
 
 bf16 lives in arrays of uint16 (numpy has none); arithmetic is fp32. Keys lie transposed in their page, in blocks of 16 tokens,
 [4, D, 16], so that scores of 16 keys are computed side by side and no more of a page is read than is filled: with many
-requests the cache comes from main memory, whose speed bounds a step. D is a multiple of 16. Compiled code is kept on disk by
+requests the cache comes from main memory, whose speed bounds a step. D is a multiple of 8. Compiled code is kept on disk by
 numba: the first start on a machine takes some 15 s longer.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from numba import njit, prange, types
 from numba.extending import overload
 
-from eyas.engine.products import LANES, add_product
+from eyas.engine.products import LANES, add_half_product, add_product
 
 PAGE = 64
 """Tokens of a page."""
@@ -212,8 +212,10 @@ def _attend_page(q: Any, keys: Any, values: Any, num_visible: int, states: Any, 
         add_product(q, keys, b * dim, 0, dim, s, b * LANES)
     for g in range(q.shape[0]):
         _soften(s[g], num_visible, states[g], acc[g], lanes)
-    for d in range(0, dim, LANES):
+    for d in range(0, dim - dim % LANES, LANES):
         add_product(s, values, 0, d, num_visible, acc, d)
+    if dim % LANES:
+        add_half_product(s, values, 0, dim - LANES // 2, num_visible, acc, dim - LANES // 2)
 
 
 @_inner

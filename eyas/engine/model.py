@@ -24,7 +24,6 @@ from eyas.engine.attention import AttentionPlan, Heads, Norm, Rows
 from eyas.engine.drawing import sample
 from eyas.engine.linear import Linear
 from eyas.engine.pages import LayerCache
-from eyas.engine.products import LANES
 from eyas.engine.sampling import SamplingParams
 from eyas.errors import ConfigError
 from eyas.files import read_json
@@ -205,9 +204,9 @@ def check_supported(spec: TargetSpec) -> PretrainedConfig:
         raise ConfigError(
             f"target {spec.folder} attends through a sliding window of {window} tokens; set target.context_length to at most that"
         )
-    if spec.head_dim % LANES:
+    if spec.head_dim % 8:
         raise ConfigError(
-            f"target {spec.folder} has a head_dim of {spec.head_dim}, the embedded engine computes multiples of {LANES}; "
+            f"target {spec.folder} has a head_dim of {spec.head_dim}, the embedded engine computes multiples of 8; "
             "serve it with SGLang and give server.kind sglang with its URL"
         )
     if config.hidden_act != "silu":

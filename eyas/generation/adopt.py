@@ -67,7 +67,8 @@ def adopt(run: RunFolder, config: RunConfig, dataset: str, files: list[Path], re
     """
     for path in files:
         if not path.is_file():
-            raise ConfigError(f"{path} does not exist; give JSON Lines files of responses")
+            seen = "is no file" if path.exists() else "does not exist"
+            raise ConfigError(f"{path} {seen}; give JSON Lines files of responses")
     return asyncio.run(_adopt(run, config, dataset, files, report))
 
 

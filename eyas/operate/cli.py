@@ -13,6 +13,7 @@ import os
 import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,6 +65,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error.filename or 'a file'}: {error.strerror or error}; mend it, then run this again", file=sys.stderr)
         logging.getLogger(__name__).info("ended by an OSError", exc_info=True)
         return 1
+    except Exception as error:  # a file of another shape, or a fault of Eyas: kept whole, told in one line
+        log = _keep_traceback(options)
+        print(
+            f"error: unexpected {type(error).__name__}: {error}; a file of the run is damaged or Eyas is at fault ({log})",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def _keep_traceback(options: argparse.Namespace) -> str:
+    """Where the traceback of the exception being handled now stands: the run's logs, or here where they cannot be written."""
+    text = traceback.format_exc()
+    log = Path(options.run) / "logs" / "error.log"
+    try:
+        log.parent.mkdir(exist_ok=True)
+        log.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError:
+        print(text, file=sys.stderr)
+        return "traceback above"
+    return f"traceback in {log}"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -157,7 +178,7 @@ def _configured(verbs: argparse._SubParsersAction[argparse.ArgumentParser], name
 
 def _folder(verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
     parser = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    parser.add_argument("--run", type=_run_folder, metavar="DIR", required=True, help="run folder; one that exists is continued")
+    parser.add_argument("--run", type=_run_folder, metavar="DIR", required=True, help="run folder")
     return parser
 
 

@@ -162,8 +162,12 @@ def whole_phase(phase: Phase, config: RunConfig, sizes: TargetSizes, counted: Vo
         records = config.benchmark.prompts_per_set * len(config.benchmark.sets)
         tokens = records * config.benchmark.max_new_tokens
         disk = at_most = records * RECORD_BYTES + tokens * 4 * JSON_BYTES_PER_TOKEN
-        passes = 2 + 4 * config.benchmark.repeats * len(config.benchmark.concurrency)
-        hours = passes * tokens * 2 * sizes.num_parameters / CORE_SINGLE_FLOPS / cores / 3600
+        timed = [
+            min(max(config.benchmark.timed_prompts, 2 * c), config.benchmark.prompts_per_set) for c in config.benchmark.concurrency
+        ]
+        alone = 4 * config.benchmark.repeats * sum(timed) * len(config.benchmark.sets) * config.benchmark.max_new_tokens
+        work = 2 * sizes.num_parameters * (2 * tokens / CORE_DECODE_FLOPS + alone / CORE_SINGLE_FLOPS)
+        hours = work / cores / 3600
         if config.server.kind == "sglang":
             hours, basis = None, "unknown before the first replies"
     is_known = counted.is_known or phase == "bench"  # which has prompts of its own

@@ -42,7 +42,8 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "p
 def open_run(root: Path, config: RunConfig) -> RunFolder:
     """Make or take up the run folder and write `run.json`: config, versions, target fingerprint.
 
-    A changed config is allowed: the fingerprints of the phases decide what is redone. Raises `ConfigError`.
+    A changed config is allowed: the fingerprints of the phases decide what is redone. Whoever calls holds the run (`held`), for
+    the run's children read their config there. Raises `ConfigError`.
     """
     run = RunFolder(root).create()
     spec = load_target(config.target)
@@ -63,6 +64,11 @@ def open_run(root: Path, config: RunConfig) -> RunFolder:
     return run
 
 
+def held(run: RunFolder) -> AbstractContextManager[None]:
+    """One process at a time writes a run; raises `ConfigError` with the holder's pid."""
+    return exclusive(run.root / ".lock", f"run {run.root}")
+
+
 def run_pipeline(
     run: RunFolder,
     config: RunConfig,
@@ -73,13 +79,14 @@ def run_pipeline(
     say: Say = print,
     ask: Ask = nobody_answers,
 ) -> dict[str, Any]:
-    """Run `phases` in the pipeline's order; gives each phase's manifest (one per dataset for the first two).
+    """Record the config and run `phases` in the pipeline's order; gives each phase's manifest (one per dataset for the first two).
 
     `say` tells the operator something, `ask` asks for the decision before the long phases.
     Raises the phase's own `EyasError`; everything finished so far stays and is taken up by the next run.
     """
     done: dict[str, Any] = {}
-    with exclusive(run.root / ".lock", f"run {run.root}"):
+    with held(run):
+        open_run(run.root, config)
         keeper = PlanKeeper(run, config)
         work = _Work(run, config, api_key, say, both(recorder(run.progress), both(report, keeper.on_progress)))
         for phase in [phase for phase in PHASES if phase in phases]:

@@ -51,7 +51,10 @@ def preflight(root: Path, config: RunConfig, *, api_key: str = "") -> Forecast:
 def outlook_of(root: Path, config: RunConfig, spec: TargetSpec) -> Forecast:
     """The forecast of what is left of the run in `root`, which need not exist."""
     run = RunFolder(root)
-    statuses = {phase.phase: phase for phase in read_status(root).phases} if run.run_json.is_file() else None
+    try:
+        statuses = {phase.phase: phase for phase in read_status(root).phases}
+    except ConfigError:  # no run yet, or a damaged run.json, which is written anew
+        statuses = None
     return forecast(config, sizes_of(spec), volumes(run, config), statuses)
 
 

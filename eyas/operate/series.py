@@ -84,7 +84,11 @@ class ForecastHistory:
 def forecast_history(run: RunFolder) -> ForecastHistory | None:
     """From `progress/history.jsonl`: `remaining_s` and its bounds `remaining_low_s`, `remaining_high_s`, stated of all datasets."""
     messages = [message for message in read_history(run.progress) if phase_of_stage(message.stage) == "generate"]
-    stated = [message for message in messages if isinstance(message.figures.get("remaining_s"), (int, float))]
+    told = [message for message in messages if isinstance(message.figures.get("remaining_s"), (int, float))]
+    # A forecast stands in every message until the next one is made; it holds for the time at which it was made.
+    stated = [
+        b for a, b in zip([None, *told], told, strict=False) if a is None or a.figures["remaining_s"] != b.figures["remaining_s"]
+    ]
     if len(stated) < 2:
         return None
     started = min(datetime.fromisoformat(message.started_at or message.at) for message in messages)

@@ -83,7 +83,7 @@ def read_status(root: Path, *, work: dict[str, dict[str, Any]] | None = None) ->
         config = read_json(run.run_json)["config"]
         run_name, names = config["name"], [dataset["name"] for dataset in config["prompts"]["datasets"]]
         stall_s = float(config["operate"]["stall_s"])
-    except (TypeError, KeyError, ValueError) as error:
+    except (ArtifactError, TypeError, KeyError, ValueError) as error:
         raise damaged_run(run) from error
     plan = _optional_json(run.plan_json)
     messages = read_progress(run.progress)

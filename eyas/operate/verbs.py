@@ -32,6 +32,7 @@ def run_verb(options: argparse.Namespace, api_key: str) -> int:
         return _run_phases(options, api_key, PHASES)
     from eyas.operate.children import child_process, wait_for
     from eyas.operate.following import follow_log, follow_progress, readable
+    from eyas.operate.pipeline import held
     from eyas.operate.preflight import preflight
     from eyas.operate.terminal import terminal
 
@@ -39,8 +40,9 @@ def run_verb(options: argparse.Namespace, api_key: str) -> int:
     preflight(options.run, config, api_key=server_api_key(config, api_key))
     run = RunFolder(options.run)
     log, resolved = run.logs / "flow.log", run.logs / "config.yaml"
-    log.unlink(missing_ok=True)
-    write_json(resolved, config.model_dump(mode="json"))  # JSON is YAML
+    with held(run):  # another command's log is not ours to remove
+        log.unlink(missing_ok=True)
+        write_json(resolved, config.model_dump(mode="json"))  # JSON is YAML
     command = [sys.executable, "-m", "flows.pipeline", "--config", str(resolved), "--run", str(run.root)]
     command += ["--ui"] if options.ui else []
     with terminal() as screen:
@@ -90,14 +92,16 @@ def bench_verb(options: argparse.Namespace, api_key: str) -> int:
 def export_verb(options: argparse.Namespace, api_key: str) -> int:
     """The best checkpoint in the engines' format."""
     from eyas.draft.export import export_draft
-    from eyas.operate.pipeline import open_run
+    from eyas.operate.pipeline import held, open_run
 
     config = read_config(options)
     if options.dry_run:
         return _dry_run(options.run, config, server_api_key(config, api_key))
-    run = open_run(options.run, config)
+    run = RunFolder(options.run)
     require_finished(run, "train", [run.draft], for_what="eyas export")
-    export_draft(run, config)
+    with held(run):
+        open_run(run.root, config)
+        export_draft(run, config)
     print(f"draft: {run.export}")
     return 0
 
@@ -145,11 +149,15 @@ def engine_verb(options: argparse.Namespace, api_key: str) -> int:
 
 def plan_verb(options: argparse.Namespace, api_key: str) -> int:
     """Bring plan.json and plan.md up to date and print the latter."""
-    from eyas.operate.pipeline import open_run
+    from eyas.operate.pipeline import held, open_run
     from eyas.operate.plan import PlanKeeper, render_plan
 
     config = read_config(options)
-    print(render_plan(PlanKeeper(open_run(options.run, config), config).refresh()), end="")
+    run = RunFolder(options.run)
+    if not run.run_json.is_file():  # what a run recorded stays: its own processes read it
+        with held(run):
+            open_run(run.root, config)
+    print(render_plan(PlanKeeper(run, config).refresh()), end="")
     return 0
 
 
@@ -189,15 +197,15 @@ def probe_codecs_verb(options: argparse.Namespace, api_key: str) -> int:
     from eyas.operate.codec_probe import probe_codecs
     from eyas.operate.codec_result import render_codecs
     from eyas.operate.hosts import host_of
+    from eyas.operate.pipeline import held
     from eyas.operate.plan import PlanKeeper
     from eyas.operate.terminal import terminal
-    from eyas.workspace import exclusive
 
     config = read_config(options)
     run = RunFolder(options.run)
     require_finished(run, "prepare", [run.prompts(item.name) for item in config.prompts.datasets], for_what="eyas probe-codecs")
     # One host has one mode at a time: a run that generates on it must not lose its servers to us.
-    with exclusive(run.root / ".lock", f"run {run.root}"), terminal() as screen:
+    with held(run), terminal() as screen:
         host = host_of(run, config, api_key=server_api_key(config, api_key), say=screen.say)
         with nullcontext() if config.hidden.urls else host.serving("extract"):
             result = probe_codecs(run, config, report=screen.report)
@@ -209,13 +217,15 @@ def probe_codecs_verb(options: argparse.Namespace, api_key: str) -> int:
 def adopt_verb(options: argparse.Namespace, api_key: str) -> int:
     """Audit another script's responses and keep what passes; 3 if nothing does."""
     from eyas.generation.adopt import adopt
-    from eyas.operate.pipeline import open_run
+    from eyas.operate.pipeline import held, open_run
     from eyas.progress import recorder
 
     config = read_config(options)
-    run = open_run(options.run, config)
+    run = RunFolder(options.run)
     require_finished(run, "prepare", [run.prompts(options.dataset)], for_what="eyas adopt")
-    audit = adopt(run, config, options.dataset, options.files, recorder(run.progress))
+    with held(run):
+        open_run(run.root, config)
+        audit = adopt(run, config, options.dataset, options.files, recorder(run.progress))
     print("\n".join(audit.lines()))
     if audit.kept:
         print(f"kept replies are done; this asks for the others alone: eyas generate --run {run.root}")
@@ -362,7 +372,7 @@ def read_config(options: argparse.Namespace) -> RunConfig:
 
 def find_config(path: Path) -> Path:
     """The file itself, or the preset of that name that is installed with Eyas: `local-smollm2-quick`."""
-    if path.exists() or path.suffix or len(path.parts) != 1:
+    if path.exists() or path.suffix in (".yaml", ".yml", ".json") or len(path.parts) != 1:
         return path
     presets = presets_by_name()
     if path.name not in presets:
@@ -386,7 +396,7 @@ def _recorded_config(run: Path) -> Path:
 
 def _run_phases(options: argparse.Namespace, api_key: str, phases: Sequence[Phase]) -> int:
     from eyas.operate.decision import ask_on_terminal
-    from eyas.operate.pipeline import open_run, run_pipeline
+    from eyas.operate.pipeline import run_pipeline
     from eyas.operate.preflight import preflight
     from eyas.operate.report import write_report
     from eyas.operate.terminal import terminal
@@ -400,7 +410,7 @@ def _run_phases(options: argparse.Namespace, api_key: str, phases: Sequence[Phas
     if set(phases) <= set(WITHOUT_TORCH) and config.hidden.source != "transformers":  # which preflight asks torch about
         leave_torch_out(load_target(config.target))
     preflight(options.run, config, api_key=key)
-    run = open_run(options.run, config)
+    run = RunFolder(options.run)
     for phase in phases:
         require_earlier(run, phase, [dataset.name for dataset in config.prompts.datasets], running=phases)
     _log_to(run, verbose=options.verbose)

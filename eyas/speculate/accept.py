@@ -100,12 +100,16 @@ def walk(reply: Sequence[int], num_draft_tokens: int, propose: Callable[[int], S
     return counts
 
 
+MIN_REQUESTS = 5
+"""Requests that an interval needs at least."""
+
+
 def interval(counts: Sequence[AcceptCounts], share: float = 0.95, *, seed: int = 0) -> list[float] | None:
     """Bootstrap interval of the pooled accept length over requests (percentiles of 2,000 resamples): [low, high].
 
-    None for fewer than two requests: one request says nothing of how requests differ, and would give a width of zero.
+    None for fewer than five requests: resamples of so few are the same few values again, and their spread means nothing.
     """
-    if len(counts) < 2:
+    if len(counts) < MIN_REQUESTS:
         return None
     verifications = np.array([item.verifications for item in counts], dtype=np.float64)  # [requests]
     accepted = np.array([item.accepted for item in counts], dtype=np.float64)

@@ -1,0 +1,70 @@
+"""A run has one writer: whoever else comes is refused and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from eyas.operate import cli, pipeline
+from eyas.workspace import RunFolder
+
+VERBS = [["prepare"], ["run", "--no-prefect"], ["run"]]
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_a_command_refused_because_another_runs_changes_nothing(
+    verb: list[str], run: RunFolder, config_file: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a run recorded is what its trainer reads: a refused command's settings must not reach it."""
+    run.logs.mkdir(parents=True, exist_ok=True)
+    (run.logs / "flow.log").write_text("the log of the one that runs\n")
+    before = {path: path.read_bytes() for path in (run.run_json, run.logs / "flow.log")}
+    words = [*verb, "--config", str(config_file()), "--run", str(run.root), "--set", "draft.epochs=6"]
+    with pipeline.held(run):
+        assert cli.main(words) == 2
+    assert "is in use by process" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in before} == before
+    assert not (run.logs / "config.yaml").exists()
+
+
+def test_a_plan_with_other_settings_is_printed_and_recorded_nowhere(run: RunFolder) -> None:
+    before = run.run_json.read_bytes()
+    assert cli.main(["plan", "--run", str(run.root), "--set", "draft.epochs=9"]) == 0
+    assert run.run_json.read_bytes() == before
+
+
+def test_a_command_records_its_config_once_it_holds_the_run(
+    run: RunFolder, config_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    monkeypatch.setitem(pipeline._STEPS, "prepare", lambda work: seen.append('"epochs": 6' in run.run_json.read_text()))
+    monkeypatch.setattr(pipeline, "phase_end", lambda run, phase: "")
+    assert cli.main(["prepare", "--config", str(config_file()), "--run", str(run.root), "--set", "draft.epochs=6"]) == 0
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("damaged", ["null", '{"config": {}}', '{"config": {"na'])
+def test_a_damaged_run_json_is_written_anew_from_the_config_that_is_given(
+    damaged: str, run: RunFolder, config_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = run.run_json.read_bytes()
+    run.run_json.write_text(damaged)
+    assert cli.main(["status", "--run", str(run.root)]) == 2
+    monkeypatch.setitem(pipeline._STEPS, "prepare", lambda work: None)
+    monkeypatch.setattr(pipeline, "phase_end", lambda run, phase: "")
+    assert cli.main(["prepare", "--config", str(config_file()), "--run", str(run.root)]) == 0
+    assert run.run_json.read_bytes() == right
+
+
+def test_what_nobody_foresaw_is_one_line_and_a_traceback_in_the_logs(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    monkeypatch.setattr("eyas.operate.status.read_status", lambda root: [][1])
+    assert cli.main(["status", "--run", str(run.root)]) == 1
+    line = capsys.readouterr().err
+    assert line.startswith("error: unexpected IndexError: list index out of range;")
+    assert line.count("\n") == 1
+    assert "Traceback" in (run.logs / "error.log").read_text()
