@@ -12,6 +12,7 @@ from eyas.config import RunConfig
 from eyas.errors import ArtifactError
 from eyas.files import read_json
 from eyas.manifest import Manifest
+from eyas.speculate.report import span
 from eyas.workspace import BaselineRun, RunFolder
 
 
@@ -47,7 +48,7 @@ def baseline_said(run: RunFolder) -> str:
     accept = theirs["accept_length"]
     text = (
         f"The baseline draft (`draft.baseline`), served before generation: accept length {accept['overall']:.3f} "
-        f"(95 %: {accept['interval_95'][0]:.3f}–{accept['interval_95'][1]:.3f}, {accept['num_verifications']:,} verifications)"
+        f"(95 %: {span(accept['interval_95'])}, {accept['num_verifications']:,} verifications)"
         f"{_speedup(theirs)}."
     )
     if ours is None:

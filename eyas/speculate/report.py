@@ -83,7 +83,7 @@ def findings(results: dict[str, Any]) -> list[str]:
 
 
 def span(interval: list[float] | None, digits: int = 3) -> str:
-    """Both ends of an interval; a dash where one reply gives none."""
+    """Both ends of an interval; a dash where too few replies give none."""
     return "–" if interval is None else f"{interval[0]:.{digits}f}–{interval[1]:.{digits}f}"
 
 
