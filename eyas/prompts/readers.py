@@ -2,7 +2,7 @@
 
 A row that cannot be read is a problem with its place (`file:line` or `file:row`), never the end of the
 file. JSON Lines are split on LF bytes only; a JSON array is cut into its elements by a scanner that
-holds one element; Parquet is read in small batches, CSV as the csv module streams it.
+holds one element; Parquet and CSV are those of `tables`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from eyas.errors import ConfigError, RecordError
+from eyas.prompts.tables import TableRow, csv_rows, parquet_rows, too_large
 
 _CHUNK_BYTES = 1 << 18
-_PARQUET_ROWS = 64
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 _FORMATS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
 _STRUCTURE = re.compile(rb'["\\\[\]{}]')
+_BETWEEN = re.compile(rb"[\s,]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +55,9 @@ def read_rows(path: Path, *, name: str, max_row_bytes: int, json_depth: int | No
     number = 0
     try:
         if suffix == ".parquet":
-            rows = _read_parquet(path, name)
+            rows = _placed(parquet_rows(path, max_row_bytes), name)
         elif suffix == ".csv":
-            rows = _read_csv(path, name, max_row_bytes)
+            rows = _placed(csv_rows(_open(path), max_row_bytes), name)
         else:
             rows = _read_json(path, name, max_row_bytes, json_depth)
         for row in rows:
@@ -67,6 +67,12 @@ def read_rows(path: Path, *, name: str, max_row_bytes: int, json_depth: int | No
         raise ConfigError(
             f"{path} is damaged after row {number}: {error}; fetch the file again or remove it from the source"
         ) from error
+
+
+def _placed(rows: Iterator[tuple[int, TableRow]], name: str) -> Iterator[Row]:
+    for number, row in rows:
+        where = f"{name}:{number}"
+        yield Row(where=where, problem=row) if isinstance(row, RecordError) else Row(where=where, value=row)
 
 
 def _suffixes(path: Path) -> tuple[str, str]:
@@ -104,13 +110,31 @@ def _read_json(path: Path, name: str, max_row_bytes: int, depth: int | None) -> 
 
 def _json_depth(head: bytes, suffix: str) -> int | None:
     """Brackets around the rows of a JSON file, seen from its head; None for JSON Lines."""
+    if head[:1] not in (b"[", b"{") or _is_torn_line(head):
+        return None
     if head[:1] == b"[" and suffix == ".json":
         return 1
-    if head[:1] not in (b"[", b"{") or _parses(head.split(b"\n", 1)[0]):
+    if _parses(head.split(b"\n", 1)[0]):
         return None
     if head[:1] == b"[":  # an array in a file that is named as lines
         return 1
     return 0 if suffix == ".json" else None
+
+
+def _is_torn_line(head: bytes) -> bool:
+    """True if the first line is a broken one of JSON Lines: a whole row follows it, and together they are no JSON either."""
+    first, _, rest = head.partition(b"\n")
+    second = rest.lstrip().split(b"\n", 1)[0]
+    if first.strip() in (b"[", b"{") or second[:1] not in (b"[", b"{") or _parses(first) or not _parses(second):
+        return False
+    text = head.decode("utf-8", "surrogateescape")
+    try:
+        json.JSONDecoder(strict=False).raw_decode(text)
+    except json.JSONDecodeError as error:
+        return len(head) < _CHUNK_BYTES // 2 or "\n" in text[error.pos :]  # not merely cut where the head ends
+    except (ValueError, RecursionError):
+        pass
+    return False
 
 
 def _lines(head: bytes, stream: IO[bytes], max_row_bytes: int) -> Iterator[tuple[int, bytes | None]]:
@@ -138,9 +162,13 @@ def _lines(head: bytes, stream: IO[bytes], max_row_bytes: int) -> Iterator[tuple
 
 
 def _elements(head: bytes, stream: IO[bytes], max_row_bytes: int, *, depth_of_rows: int) -> Iterator[bytes | None]:
-    """Objects and arrays that stand `depth_of_rows` brackets deep, as bytes; None for one above the limit."""
-    depth, in_string, is_too_long = 0, False, False
-    element = bytearray()
+    """Values that stand `depth_of_rows` brackets deep, as bytes; None for one above the limit.
+
+    A string counts as a bracket here. Where an object stands around the rows, its strings are keys, and rows
+    are its objects and arrays alone.
+    """
+    depth, in_string, is_too_long, is_list = 0, False, False, True
+    element = bytearray()  # what is read of the row at hand; at the rows' own depth, of the bare values between
     chunk, skip = head, 0
     while chunk:
         start, position = 0, skip
@@ -151,22 +179,32 @@ def _elements(head: bytes, stream: IO[bytes], max_row_bytes: int, *, depth_of_ro
                 if in_string:
                     skip = max(0, position + 1 - len(chunk))
                     position += 1
-            elif byte == b'"':
+                continue
+            if byte == b'"':
                 in_string = not in_string
             elif in_string:
                 continue
-            elif byte in b"{[":
-                if depth == depth_of_rows:
-                    start = found.start()
+            if depth == depth_of_rows:
+                yield from _bare_values(element + chunk[start : found.start()], is_list, max_row_bytes)
+                element.clear()
+                start = found.start()
+            if in_string or byte in b"{[":
                 depth += 1
-            else:
-                depth -= 1
                 if depth == depth_of_rows:
-                    element += chunk[start:position]
+                    is_list, start = byte == b"[", position
+                continue
+            depth -= 1
+            if depth == depth_of_rows:
+                element += chunk[start:position]
+                if is_list or byte != b'"':
                     yield None if is_too_long or len(element) > max_row_bytes else bytes(element)
-                    element.clear()
-                    is_too_long = False
-        if depth > depth_of_rows and not is_too_long:
+                element.clear()
+                is_too_long, start = False, position
+        if depth == depth_of_rows:
+            *whole, cut = _BETWEEN.split(element + chunk[start:])
+            yield from _bare_values(b",".join(whole), is_list, max_row_bytes)
+            element = bytearray(cut[: max_row_bytes + 1])
+        elif depth > depth_of_rows and not is_too_long:
             element += chunk[start:]
             if len(element) > max_row_bytes:
                 element.clear()
@@ -174,11 +212,19 @@ def _elements(head: bytes, stream: IO[bytes], max_row_bytes: int, *, depth_of_ro
         chunk = stream.read(_CHUNK_BYTES)
     if depth != 0:
         raise EOFError(f"the JSON text ends {depth} brackets deep")
+    yield from _bare_values(element, is_list, max_row_bytes)
+
+
+def _bare_values(text: bytes | bytearray, is_list: bool, max_row_bytes: int) -> Iterator[bytes | None]:
+    """Numbers, null and whatever else stands between rows of a list; none where the text holds keys of an object."""
+    for value in _BETWEEN.split(text) if is_list else ():
+        if value:
+            yield None if len(value) > max_row_bytes else bytes(value)
 
 
 def _parse(data: bytes | None, where: str, max_row_bytes: int) -> Row:
     if data is None:
-        return Row(where=where, problem=RecordError("row_too_large", f"larger than prompts.max_row_bytes = {max_row_bytes}"))
+        return Row(where=where, problem=too_large(max_row_bytes))
     try:
         text = data.decode("utf-8", "surrogateescape")  # bad bytes and raw controls are repaired, and counted, in cleaning
         return Row(where=where, value=json.loads(text, parse_constant=_refuse_constant, strict=False))
@@ -196,38 +242,3 @@ def _parses(line: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _read_parquet(path: Path, name: str) -> Iterator[Row]:
-    number = 0
-    with pq.ParquetFile(path, pre_buffer=False, buffer_size=_CHUNK_BYTES) as file:
-        for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
-            for value in batch.to_pylist():
-                number += 1
-                yield Row(where=f"{name}:{number}", value=value)
-
-
-def _read_csv(path: Path, name: str, max_row_bytes: int) -> Iterator[Row]:
-    csv.field_size_limit(max_row_bytes)
-    with io.TextIOWrapper(_open(path), encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
-        reader = csv.reader(text)
-        header = next(reader, None)
-        if header is None:
-            return
-        number = 1
-        while True:
-            number += 1
-            try:
-                values = next(reader)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                yield Row(where=f"{name}:{number}", problem=RecordError("bad_csv", str(error)))
-                continue
-            if not values:
-                continue
-            if len(values) != len(header):
-                problem = RecordError("bad_csv", f"{len(values)} fields, the header has {len(header)}")
-                yield Row(where=f"{name}:{number}", problem=problem)
-                continue
-            yield Row(where=f"{name}:{number}", value=dict(zip(header, values, strict=True)))

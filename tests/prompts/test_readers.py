@@ -74,12 +74,12 @@ _json = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    rows=st.lists(st.dictionaries(st.text(), _json, max_size=4), max_size=6),
+    rows=st.lists(_json, max_size=6),
     indent=st.sampled_from([None, 2]),
     chunk=st.integers(1, 9),
 )
 def test_an_array_cut_anywhere_gives_the_elements_that_json_gives(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, object]], indent: int | None, chunk: int
+    tmp_path_factory: pytest.TempPathFactory, rows: list[object], indent: int | None, chunk: int
 ) -> None:
     path = tmp_path_factory.mktemp("array") / "rows.json"
     path.write_text(json.dumps(rows, indent=indent))
@@ -88,6 +88,138 @@ def test_an_array_cut_anywhere_gives_the_elements_that_json_gives(
         assert _values(path) == rows
     finally:
         readers._CHUNK_BYTES = original
+
+
+def test_every_element_of_an_array_is_a_row(tmp_path: Path) -> None:
+    """https://github.com/sgl-project/SpecForge/pull/482: its neighbour, what is no object must not vanish uncounted."""
+    path = tmp_path / "rows.json"
+    path.write_text('["What, \\"one\\"?", {"prompt": "two"}, "three",null , -4.5,\n[6], broken, true]')
+    rows = list(read_rows(path, name="rows.json", max_row_bytes=1 << 20))
+    assert [row.value for row in rows] == ['What, "one"?', {"prompt": "two"}, "three", None, -4.5, [6], None, True]
+    assert [(row.where, row.problem.reason) for row in rows if row.problem] == [("rows.json:7", "bad_json")]
+
+
+def test_what_stands_between_rows_that_follow_each_other_is_a_row_as_well(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('{\n"prompt": "one"}\nnull "two"\noops {"prompt":\n"three"} 4')
+    rows = list(read_rows(path, name="rows.json", max_row_bytes=1 << 20))
+    assert [row.value for row in rows] == [{"prompt": "one"}, None, "two", None, {"prompt": "three"}, 4]
+    assert [row.where for row in rows if row.problem] == ["rows.json:4"]
+
+
+def test_elements_above_the_limit_are_each_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "_CHUNK_BYTES", 7)
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([1, "x" * 100, 2, int("3" * 100), {"prompt": "y" * 100}, "four", None]))
+    rows = list(read_rows(path, name="rows.json", max_row_bytes=30))
+    assert [row.problem.reason if row.problem else row.value for row in rows] == [
+        1,
+        "row_too_large",
+        2,
+        "row_too_large",
+        "row_too_large",
+        "four",
+        None,
+    ]
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+@pytest.mark.parametrize(
+    "torn", ['{"prompt": "torn', '{"prompt": 3,', '{"prompt":', '[{"role": "user"', '{"prompt": "to\\"rn", "n": [1, 2', "[{"]
+)
+@pytest.mark.parametrize("num_rows", [1, 3, 500])
+def test_a_torn_first_line_is_one_bad_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, torn: str, num_rows: int
+) -> None:
+    monkeypatch.setattr(readers, "_CHUNK_BYTES", 1 << 12)
+    path = tmp_path / name
+    path.write_text(torn + "\n" + '{"prompt":"two"}\n' * num_rows)
+    rows = list(read_rows(path, name=name, max_row_bytes=1 << 20))
+    assert [(row.where, row.problem.reason) for row in rows if row.problem] == [(f"{name}:1", "bad_json")]
+    assert [row.value for row in rows[1:]] == [{"prompt": "two"}] * num_rows
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"n": 0},\n{"n": 1}\n]',
+        '[\n{"n": 0}\n,\n{"n": 1}\n]',
+        '[{"n": 0}\n,{"n": 1}]',
+        '[{"n":\n0}, {"n":\n1}]',
+        '{"n":\n0}\n{"n": 1}',
+        '{\n"n": 0}\n{"n": 1}',
+    ],
+)
+def test_arrays_and_objects_written_over_lines_are_no_torn_lines(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    assert _values(path) == [{"n": 0}, {"n": 1}]
+
+
+def test_a_long_array_whose_rows_stand_on_lines_is_no_torn_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "_CHUNK_BYTES", 1 << 12)
+    path = tmp_path / "rows.json"
+    path.write_text('[{"a": 1},\n{"deep":\n{"a": 2}\n}' + ',\n{"a": 3}' * 600 + "]")
+    assert len(_values(path)) == 602
+
+
+def test_a_csv_row_above_the_limit_is_one_reject(tmp_path: Path) -> None:
+    """https://github.com/apache/arrow/issues/7835
+
+    Lines, commas, doubled and odd quotes inside of it are no rows; a row may also be one long line, or many small fields.
+    """
+    path = tmp_path / "rows.csv"
+    huge = '"' + "a line, of a field\n".replace('""', '""""') * 50 + '"'
+    many = ",".join(["x"] * 300)
+    rows = ["a,b", f"1,{huge}", '"two\nlines",2', "y" * 400 + ",3", many, f'"{"z" * 400}""\n""",4', 'o"dd,5']
+    path.write_text("\n".join(rows))
+    read = list(read_rows(path, name="rows.csv", max_row_bytes=300))
+    assert [row.problem.reason if row.problem else row.value for row in read] == [
+        "row_too_large",
+        {"a": "two\nlines", "b": "2"},
+        "row_too_large",
+        "row_too_large",
+        "row_too_large",
+        {"a": 'o"dd', "b": "5"},
+    ]
+    whole = [row.value for row in read_rows(path, name="rows.csv", max_row_bytes=1 << 20)]
+    assert len(whole) == len(read)
+
+
+def test_memory_stays_flat_behind_a_quote_that_never_closes(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('prompt\nfirst\n"never closed\n' + "line after line, without end\n" * 300_000)
+    tracemalloc.start()
+    rows = list(read_rows(path, name="rows.csv", max_row_bytes=1 << 16))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [row.problem.reason if row.problem else row.value for row in rows] == [{"prompt": "first"}, "row_too_large"]
+    assert peak < 2_000_000
+
+
+def _parquet_with_bad_bytes(path: Path) -> None:
+    texts = pa.array([b"one", b"caf\xe9", b"three"]).cast(pa.binary())
+    column = pa.StringArray.from_buffers(3, texts.buffers()[1], texts.buffers()[2])
+    times = pa.array([0, 1, 2**62], pa.timestamp("us"))
+    pq.write_table(pa.table({"prompt": column, "seen": times}), path)
+
+
+def test_a_parquet_value_that_python_cannot_hold_costs_its_row_alone(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    _parquet_with_bad_bytes(path)
+    first, second, third = read_rows(path, name="rows.parquet", max_row_bytes=1 << 20)
+    assert first.value["prompt"] == "one"
+    assert (second.where, second.problem and second.problem.reason) == ("rows.parquet:2", "bad_parquet")
+    assert "prompt" in str(second.problem)
+    assert third.value == {"prompt": "three"}  # without the time, which nothing reads
+
+
+def test_a_parquet_row_above_the_limit_is_one_reject(tmp_path: Path) -> None:
+    """https://github.com/apache/arrow/issues/7835"""
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": ["one", "x" * 5000, "three"], "turns": [["a"], ["b"], ["y" * 900]]}), path)
+    rows = list(read_rows(path, name="rows.parquet", max_row_bytes=1000))
+    assert [row.problem.reason if row.problem else row.value["prompt"] for row in rows] == ["one", "row_too_large", "three"]
 
 
 def test_a_bad_row_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
