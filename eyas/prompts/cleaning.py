@@ -61,13 +61,15 @@ def clean(
     """A conversation that can be cut into prompts; raises `RecordError` with the rule's name.
 
     Rules, in this order: characters; blank system turns dropped; leading assistant turns dropped
-    (a continued chat); no user turn left rejects; a blank user or assistant turn rejects; consecutive
+    (a continued chat); no user turn left rejects; what follows the last user or tool turn, the answer that
+    no prompt holds, cut off; a blank user or assistant turn rejects; consecutive
     turns of one role merged with a blank line between, or rejected; system turns that the template
     does not render reject. Blank tool turns stay: a command may print nothing.
     """
     messages = [clean_value(message, repairs) for message in conversation.messages]
     messages = _without_blank_system(messages, repairs)
     messages = _from_first_prompt(messages, repairs)
+    messages = messages[: max(index for index, message in enumerate(messages) if message["role"] in PROMPT_ROLES) + 1]
     for message in messages:
         is_blank = not message["content"].strip() and not message.get("tool_calls")
         if is_blank and message["role"] in ("user", "assistant"):
@@ -111,7 +113,12 @@ def _merge_turns(messages: list[Message], repairs: Counter[str], rule: str) -> l
 
 
 def _joined(first: Message, second: Message) -> Message:
-    joined = {**first, **second, "content": "\n\n".join(text for text in (first["content"], second["content"]) if text.strip())}
+    texts: Message = {
+        key: "\n\n".join(text for text in (first.get(key, ""), second.get(key, "")) if text.strip())
+        for key in ("content", "reasoning_content")
+        if key in first or key in second
+    }
+    joined = {**first, **second, **texts}
     calls = [*first.get("tool_calls", []), *second.get("tool_calls", [])]
     return {**joined, "tool_calls": calls} if calls else joined
 

@@ -96,7 +96,8 @@ def as_text(conversation: Conversation, *, keeps_tool_role: bool) -> Conversatio
 def _message_as_text(message: Message, keeps_tool_role: bool) -> Message:
     if message["role"] == "tool" and not keeps_tool_role:
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    kept = {key: value for key, value in message.items() if key not in ("tool_call_id", "tool_calls")}
     if not message.get("tool_calls"):
-        return {key: value for key, value in message.items() if key != "tool_call_id"}
+        return kept
     calls = "\n".join(f"<tool_call>\n{dump(call['function'])}\n</tool_call>" for call in message["tool_calls"])
-    return {"role": "assistant", "content": "\n".join(part for part in (message["content"], calls) if part)}
+    return {**kept, "content": "\n".join(part for part in (message["content"], calls) if part)}

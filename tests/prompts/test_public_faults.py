@@ -18,7 +18,7 @@ from eyas.target.rendering import Renderer
 from eyas.target.spec import load_target
 from eyas.target.tokenizer import load_tokenizer
 from tests.prompts.conftest import chat, write_rows
-from tests.target.tiny_target import QWEN3, write_target
+from tests.target.tiny_target import CHATML, QWEN3, write_target
 
 _GOOD = chat("What is it?", "A bird.")
 
@@ -45,6 +45,7 @@ def _reasons(rejects: list[dict]) -> list[str]:
         (chat(""), "empty_turn"),
         (chat(" \n\t"), "empty_turn"),
         (chat("q", "", "r"), "empty_turn"),
+        (chat("q", "a", " "), "empty_turn"),
         ({}, "unknown_shape"),
         ([], "empty"),
         ("just text", "not_an_object"),
@@ -229,6 +230,42 @@ def test_an_assistant_turn_of_calls_alone_is_kept(prepared, tmp_path: Path, cont
         },
         {"role": "tool", "content": "7", "tool_call_id": "functions.lookup:0"},
     ]
+
+
+def test_names_of_call_turns_are_read_in_any_case(prepared, tmp_path: Path) -> None:
+    """https://github.com/huggingface/transformers/pull/45348: its neighbour, a call that would become text."""
+    turns = [("human", "q"), ("Function_Call", '{"name": "lookup", "arguments": {}}'), ("Observation", "7")]
+    row = {"conversations": [{"from": role, "value": text} for role, text in turns]}
+    _, prompts, _ = prepared([row], model=write_target(tmp_path / "qwen", QWEN3))
+    _, call, answer = json.loads(prompts[0]["messages"])
+    assert (call["content"], call["tool_calls"][0]["function"]["name"]) == ("", "lookup")
+    assert answer == {"role": "tool", "content": "7", "tool_call_id": call["tool_calls"][0]["id"]}
+
+
+@pytest.mark.parametrize("every_turn", [False, True])
+@pytest.mark.parametrize("last", ["", " ", None])
+def test_a_blank_answer_that_is_cut_off_costs_nothing(prepared, last: str | None, every_turn: bool) -> None:
+    """https://github.com/huggingface/transformers/pull/45348: its neighbour, null content where no prompt holds the turn."""
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": last}]}
+    manifest, prompts, rejects = prepared([row], dataset={"every_turn": every_turn})
+    assert ([json.loads(prompt["messages"]) for prompt in prompts], rejects) == ([[{"role": "user", "content": "q"}]], [])
+    assert manifest.figures["repairs"] == {}
+
+
+@pytest.mark.parametrize("template", [CHATML, QWEN3])
+def test_reasoning_stays_where_turns_are_merged_or_calls_become_text(prepared, tmp_path: Path, template: str) -> None:
+    """https://github.com/sgl-project/SpecForge/issues/216: a merged turn holds all that its parts held."""
+    call = {"type": "function", "function": {"name": "lookup", "arguments": "{}"}}
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Where?"},
+        {"role": "assistant", "content": "", "reasoning_content": "There.", "tool_calls": [call]},
+        {"role": "tool", "content": "7"},
+    ]
+    _, prompts, _ = prepared([{"messages": turns}], model=write_target(tmp_path / "other", template))
+    said = json.loads(prompts[0]["messages"])[1]
+    assert said["reasoning_content"] == "Where?\n\nThere."
+    assert said["content"].startswith("I look.")
 
 
 @pytest.mark.parametrize(
