@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from eyas.errors import ArtifactError, StorageError
 
+_SEAL = "sha256_of_the_rest"
 _DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
@@ -85,6 +86,24 @@ def read_json(path: Path) -> Any:
         raise ArtifactError(f"{path} cannot be read ({error.strerror}); remove it and run its phase again") from error
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path} is not JSON ({error}); remove it and run the phase that writes it again") from error
+
+
+def write_sealed(path: Path, value: dict[str, Any], *, indent: int | None = 2) -> None:
+    """Write a JSON object with the digest of its own content, so that `read_sealed` finds every later change."""
+    plain = json.loads(json.dumps(value))  # as it will be read: text for keys, lists for tuples
+    write_json(path, {**plain, _SEAL: digest_json(plain)}, indent=indent)
+
+
+def read_sealed(path: Path) -> Any:
+    """Read what `write_sealed` wrote; raises `ArtifactError` if it is missing, not JSON or was changed since.
+
+    A file without a digest, as earlier versions wrote it, passes.
+    """
+    value = read_json(path)
+    seal = value.pop(_SEAL, None) if isinstance(value, dict) else None
+    if seal is not None and digest_json(value) != seal:
+        raise ArtifactError(f"{path} was changed after it was written, by hand or by damage; run the phase that writes it again")
+    return value
 
 
 def digest_file(path: Path) -> str:

@@ -99,20 +99,18 @@ def kept_in(results: Results, task: Task[..., Any], *, again: bool = False) -> T
     return task.with_options(result_storage=results, refresh_cache=again)
 
 
-def stands(folder: Path, manifest: Manifest, *, checks_digests: bool = True) -> bool:
-    """True if the folder still holds exactly what `manifest` accounts for."""
+def stands(folder: Path, manifest: Manifest, *, unread: str = "") -> bool:
+    """True if the folder still holds exactly what `manifest` accounts for; of files that end like `unread`, the sizes."""
     try:
-        return verify_manifest(folder, checks_digests=checks_digests).digest() == manifest.digest()
+        return verify_manifest(folder, unread=unread).digest() == manifest.digest()
     except ArtifactError:
         return False
 
 
-async def run_standing(
-    results: Results, task: Task[..., Any], folder: Path, *, checks_digests: bool = True, **parameters: Any
-) -> Manifest:
+async def run_standing(results: Results, task: Task[..., Any], folder: Path, **parameters: Any) -> Manifest:
     """Run a task that hands back the manifest of `folder`, once more if the kept result no longer stands."""
     manifest: Manifest = await run_task(kept_in(results, task), **parameters)
-    if not await asyncio.to_thread(stands, folder, manifest, checks_digests=checks_digests):
+    if not await asyncio.to_thread(stands, folder, manifest):
         manifest = await run_task(kept_in(results, task, again=True), **parameters)
     return manifest
 

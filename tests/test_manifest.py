@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from eyas.errors import ArtifactError
+from eyas.files import read_json
 from eyas.manifest import Counts, Manifest, file_entries, fingerprint, finished_manifest, load_manifest, verify_manifest
 
 
@@ -94,10 +95,31 @@ def test_every_part_of_a_fingerprint_counts() -> None:
 def test_another_schema_or_unknown_keys_are_refused(tmp_path: Path) -> None:
     write_stage(tmp_path)
     path = tmp_path / "manifest.json"
-    raw = json.loads(path.read_text())
+    raw = read_json(path)
+    del raw["sha256_of_the_rest"]
     path.write_text(json.dumps({**raw, "schema_version": 99}))
     with pytest.raises(ArtifactError, match="schema version 99"):
         load_manifest(tmp_path)
     path.write_text(json.dumps({**raw, "colour": "red"}))
     with pytest.raises(ArtifactError, match="is not a manifest"):
         load_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"counts": {"in": 4, "done": 2, "rejected": 2, "pending": 0}}, {"figures": {"accept_length": 9}}]
+)
+def test_a_manifest_edited_by_hand_is_found_and_the_stage_redone(tmp_path: Path, change: dict[str, object]) -> None:
+    write_stage(
+        tmp_path, rejected_by_reason={"empty": 1}, figures={"by": {1: (2.5, None)}}
+    )  # JSON keeps neither tuples nor numbers as keys
+    path = tmp_path / "manifest.json"
+    assert load_manifest(tmp_path).figures == {"by": {"1": [2.5, None]}}
+    path.write_text(json.dumps(read_json(path) | change))
+    with pytest.raises(ArtifactError, match=r"manifest\.json was changed after it was written"):
+        load_manifest(tmp_path)
+    assert finished_manifest(tmp_path, "f") is None
+
+
+def test_rejects_without_a_reason_are_refused() -> None:
+    with pytest.raises(ValidationError, match="does not sum to 1"):
+        Manifest(stage="s", stage_version=1, fingerprint="f", counts=Counts.of(done=0, rejected=1))

@@ -30,10 +30,10 @@ from eyas.hidden.proving import PROBE_NAME, ensure_proven
 from eyas.hidden.sources.opening import open_source
 from eyas.hidden.sources.protocol import Source
 from eyas.hidden.store.codecs import encode_states
-from eyas.hidden.store.reader import INDEX_NAME, REJECTS_NAME
+from eyas.hidden.store.reader import INDEX_NAME, REJECTS_NAME, verify_store
 from eyas.hidden.store.shard import Quarantined, ShardEntry, load_entry, shard_tensors, write_entry, write_shard
 from eyas.hidden.store.top import TopTargets, open_top_targets
-from eyas.manifest import MANIFEST_NAME, Counts, FileEntry, Manifest, file_entries, fingerprint, load_manifest, verify_manifest
+from eyas.manifest import MANIFEST_NAME, Counts, FileEntry, Manifest, file_entries, fingerprint, load_manifest
 from eyas.merging.records import RESPONSES_NAME
 from eyas.progress import Progress, Report, silent
 from eyas.target.spec import TargetSpec, load_target
@@ -259,9 +259,9 @@ def _window(run: RunFolder, config: RunConfig, spec: TargetSpec, kind: StoreKind
 
 
 def _standing(run: RunFolder, config: RunConfig, kind: StoreKind) -> Manifest | None:
-    """The manifest of a store that is finished, whole by size and made from these inputs; a reader checks digests."""
+    """The manifest of a store that is finished, whole (see `verify_store`) and made from these inputs."""
     try:
-        manifest = verify_manifest(run.hidden, checks_digests=False)
+        manifest = verify_store(run.hidden)
         return manifest if manifest.is_complete and manifest.fingerprint == _fingerprint(run, config, kind)[0] else None
     except ArtifactError:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from eyas.hidden import extract as extract_module
 from eyas.hidden.extract import extract, extract_shard, finish_extraction, plan_shards
 from eyas.hidden.sources.protocol import States, TokenIds
 from eyas.hidden.store import HiddenStore
+from eyas.hidden.store.shard import load_entry, write_entry
 from eyas.manifest import verify_manifest
 from tests.hidden.tiny import HIDDEN_SIZE, TinyRun, plain_states
 
@@ -106,25 +108,42 @@ def test_states_of_another_target_are_found_and_named(tiny: TinyRun) -> None:
     tiny.write_random("a", 4)
     config = tiny.hidden_config("a")
     extract(tiny.run, config)
-    sidecar = tiny.run.hidden / "shard-a-00000.json"
-    entry = json.loads(sidecar.read_text())
+    entry = load_entry(tiny.run.hidden / "shard-a-00000.json")
     store = HiddenStore(tiny.run.hidden)
-    sidecar.write_text(json.dumps({**entry, "kind": "f" * 64}, separators=(",", ":"), sort_keys=True) + "\n")
+    write_entry(tiny.run.hidden, entry.model_copy(update={"kind": "f" * 64}))
     with pytest.raises(ArtifactError, match=r"shard-a-00000\.safetensors holds states of another kind"):
-        store.record(entry["ids"][0])
+        store.record(entry.ids[0])
     other = tiny.config("a", target={"model": str(tiny.target), "revision": "2"}, hidden=config.hidden.model_dump())
     assert plan_shards(tiny.run, other, "a")[0].digest != plan_shards(tiny.run, config, "a")[0].digest
 
 
-def test_flipped_bits_are_found_at_the_first_read(tiny: TinyRun) -> None:
-    (row, *_) = tiny.write_random("a", 4)
-    extract(tiny.run, tiny.hidden_config("a"))
-    path = tiny.run.hidden / "shard-a-00000.safetensors"
+def flip_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-200] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ArtifactError, match="differs from the digest"):
+
+
+def test_flipped_bits_are_found_at_the_first_read_and_the_shard_is_extracted_again(tiny: TinyRun) -> None:
+    (row, *_) = tiny.write_random("a", 4)
+    config = tiny.hidden_config("a")
+    extract(tiny.run, config)
+    wanted = store_bytes(tiny)
+    flip_bit(tiny.run.hidden / "shard-a-00000.safetensors")
+    with pytest.raises(ArtifactError, match="differs from the digest in its sidecar and is removed"):
         HiddenStore(tiny.run.hidden).record(row["id"])
+    extract(tiny.run, config)
+    assert store_bytes(tiny) == wanted
+
+
+@pytest.mark.parametrize("name", ["index.parquet", "shard-a-00000.json"])
+def test_flipped_bits_beside_the_shards_are_refused_and_mended(tiny: TinyRun, name: str) -> None:
+    tiny.write_random("a", 4)
+    config = tiny.hidden_config("a")
+    manifest = extract(tiny.run, config)
+    flip_bit(tiny.run.hidden / name)
+    with pytest.raises(ArtifactError, match=rf"{name} differs from the digest in its manifest"):
+        HiddenStore(tiny.run.hidden)
+    assert extract(tiny.run, config).files == manifest.files
 
 
 def test_a_manifest_edited_by_hand_is_refused(tiny: TinyRun) -> None:
@@ -134,7 +153,7 @@ def test_a_manifest_edited_by_hand_is_refused(tiny: TinyRun) -> None:
     raw = json.loads(path.read_text())
     raw["counts"] |= {"in": 3, "done": 3}
     path.write_text(json.dumps(raw))
-    with pytest.raises(ArtifactError, match="has 4 records, its manifest says 3"):
+    with pytest.raises(ArtifactError, match=r"manifest\.json was changed after it was written"):
         HiddenStore(tiny.run.hidden)
 
 

@@ -13,6 +13,7 @@ from eyas.draft import curve
 from eyas.draft.power_law import Point
 from eyas.errors import ArtifactError
 from eyas.files import read_json, write_json
+from eyas.manifest import load_manifest
 from eyas.operate import learning_curve as module
 from eyas.operate.curve_result import RESULT, advice, read_curve, render_curve
 from eyas.operate.learning_curve import curve_sizes, learning_curve, summary
@@ -43,8 +44,7 @@ def finished(tmp_path: Path, **draft: Any) -> tuple[RunFolder, RunConfig]:
     train = [replace(record, dataset="ab"[number % 2]) for number, record in enumerate(learnable_records(60))]
     run = write_run(tmp_path / "run", target, train, learnable_records(8, 1))
     config = run_config(target, max_steps=0, epochs=1, batch_tokens=64, **draft)
-    manifest = read_json(run.merged / "manifest.json")
-    write_json(run.merged / "manifest.json", manifest | {"figures": {"order_entries": 60}})
+    load_manifest(run.merged).model_copy(update={"figures": {"order_entries": 60}}).write(run.merged)
     write_json(run.run_json, {"config": config.model_dump(mode="json")})
     return run, config
 

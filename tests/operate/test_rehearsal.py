@@ -14,9 +14,10 @@ import torch
 from eyas.config import RunConfig
 from eyas.draft import curve
 from eyas.errors import ArtifactError, EyasError
-from eyas.files import read_json, write_json
+from eyas.files import read_json
 from eyas.generation.records import journal_line
 from eyas.hidden.store.codecs import decode, encode
+from eyas.manifest import load_manifest
 from eyas.operate import codec_probe, learning_curve
 from eyas.operate.pipeline import open_run
 from eyas.operate.rehearsal import first_replies, rehearse
@@ -106,9 +107,9 @@ def test_the_learning_curve_of_a_run_that_generates_is_that_of_its_first_replies
     monkeypatch.setattr(learning_curve, "in_child", in_child)  # spares seconds of imports
     monkeypatch.setattr(curve, "stop_signals", list)
     for dataset in ("a", "b", "c"):
-        path = run.prompts(dataset) / "manifest.json"
-        manifest = read_json(path)
-        write_json(path, manifest | {"figures": {**manifest["figures"], "splits": {"train": 16, "heldout": 4}}})
+        manifest = load_manifest(run.prompts(dataset))
+        figures = {**manifest.figures, "splits": {"train": 16, "heldout": 4}}
+        manifest.model_copy(update={"figures": figures}).write(run.prompts(dataset))
     assert learning_curve.needed_replies(run, config) == 60
     before = {path for path in run.root.rglob("*") if path.is_file()}
     result = learning_curve.learning_curve(run, config)

@@ -19,7 +19,7 @@ import pytest
 from eyas.config import RunConfig, parse_config
 from eyas.errors import ServerError
 from eyas.files import write_bytes
-from eyas.manifest import Counts, Manifest, file_entries, fingerprint, finished_manifest
+from eyas.manifest import Counts, Manifest, file_entries, fingerprint, finished_manifest, load_manifest
 from eyas.progress import Progress
 from eyas.workspace import RunFolder
 
@@ -98,7 +98,7 @@ def install(paper: Paper, patch: pytest.MonkeyPatch) -> None:
             self.report(Progress(stage="generate", name=name, done=1, total=2, unit="responses", figures={"rate": 3.5}))
             if name in paper.holds:
                 await paper.holds[name].wait()
-            prompts = Manifest.model_validate_json((self.run.prompts(name) / "manifest.json").read_bytes())
+            prompts = load_manifest(self.run.prompts(name))
             inputs = {"prompts": prompts.digest()}
             return paper.make("generate", self.run.responses(name), name, inputs, self.config.generation, name)
 
@@ -154,4 +154,4 @@ def _inputs(run: RunFolder, folder: str) -> dict[str, str]:
 
 
 def _digest(folder: Path) -> str:
-    return Manifest.model_validate_json((folder / "manifest.json").read_bytes()).digest()
+    return load_manifest(folder).digest()

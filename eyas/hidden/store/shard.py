@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from eyas.errors import ArtifactError
-from eyas.files import atomic_file, digest_file, read_json, write_json
+from eyas.files import atomic_file, digest_file, read_sealed, storage_errors, write_sealed
 from eyas.hidden.kind import StoreKind
 from eyas.hidden.store.codecs import layout
 
@@ -96,19 +96,22 @@ def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, str]
 
 def write_entry(folder: Path, entry: ShardEntry) -> None:
     """Write the sidecar; from then on the shard exists."""
-    write_json(folder / entry.sidecar_name, entry.model_dump(), indent=None)
+    write_sealed(folder / entry.sidecar_name, entry.model_dump(), indent=None)
 
 
 def load_entry(path: Path) -> ShardEntry:
-    """Read a sidecar; raises `ArtifactError` naming it if it is missing or not one."""
+    """Read a sidecar; raises `ArtifactError` naming it if it is missing, edited or not one."""
     try:
-        return ShardEntry.model_validate(read_json(path))
+        return ShardEntry.model_validate(read_sealed(path))
     except ValidationError as error:
         raise ArtifactError(f"{path} is not a shard's sidecar ({error.errors()[0]['msg']}); run the extraction again") from error
 
 
 def open_shard(folder: Path, entry: ShardEntry, kind: StoreKind, *, checks_digest: bool) -> dict[str, torch.Tensor]:
-    """Map a shard's tensors from disk without reading them; raises `ArtifactError` if the file is not what `entry` says."""
+    """Map a shard's tensors from disk without reading them; raises `ArtifactError` if the file is not what `entry` says.
+
+    A file whose digest differs is removed, so that the next extraction makes it anew.
+    """
     path = folder / entry.file_name
     if not path.is_file():
         raise ArtifactError(f"{path} is missing; run the extraction again")
@@ -118,7 +121,9 @@ def open_shard(folder: Path, entry: ShardEntry, kind: StoreKind, *, checks_diges
             "run the extraction again"
         )
     if checks_digest and digest_file(path) != entry.sha256:
-        raise ArtifactError(f"{path} differs from the digest in its sidecar; remove it and run the extraction again")
+        with storage_errors(path):
+            path.unlink(missing_ok=True)
+        raise ArtifactError(f"{path} differs from the digest in its sidecar and is removed; run the extraction again")
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
