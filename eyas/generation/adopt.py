@@ -150,6 +150,8 @@ class _Auditor:
         except TypeError as error:  # lone surrogates, integers above 64 bits
             raise RecordError("bad_row", f"the row cannot stand in a reply: {error}") from error
         reply = accept(data, request, decode=self.decode, vocab_size=self._renderer.spec.vocab_size, where=where)
+        if early := set(reply.output_ids[:-1]) & set(sampling["stop_token_ids"]):
+            raise RecordError("end_token_inside", f"goes on after token {min(early)}, at which it is to stop")
         return prompt, reply
 
     def entry(self, prompt: Prompt, reply: Reply, where: str) -> dict[str, Any]:

@@ -36,6 +36,8 @@ def rows_for(prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {"prompt": "half a pair \ud83e", "output_ids": good, "finish_reason": "stop"},
         {"input_ids": ids[3], "output_ids": good, "finish_reason": "stop", "text": "\ud83e"},
         {"input_ids": ids[3], "output_ids": [1 << 70, END_ID], "finish_reason": "stop"},
+        {"input_ids": ids[3], "output_ids": [END_ID] * 24, "finish_reason": "stop"},
+        {"input_ids": ids[3], "output_ids": [END_ID, *(BODY * 10)[:59]], "finish_reason": "length"},
     ]
 
 
@@ -44,6 +46,7 @@ EXPECTED = {
     "text_only": 1,
     "cut_too_early": 1,
     "unexpected_stop": 1,
+    "end_token_inside": 2,
     "unknown_finish": 1,
     "other_template": 1,
     "unknown_prompt": 1,
@@ -66,7 +69,7 @@ async def test_rows_are_kept_or_refused_by_reason_and_only_the_rest_is_generated
     audit = await asyncio.to_thread(adopt, run, config, "a", [path], told.append)
     assert [(item.stage, item.name, item.done, item.total, item.is_final) for item in told] == [("generate", "a", 3, 10, False)]
     assert dict(audit.refused) == EXPECTED
-    assert (audit.rows, audit.kept, audit.cut_by_length) == (17, 3, 1)
+    assert (audit.rows, audit.kept, audit.cut_by_length) == (19, 3, 1)
     assert audit.examples["text_only"].startswith("old.jsonl:5")
     with LoopbackServer(target) as server:
         manifests = await generate(run, config, urls=[server.url])
