@@ -2,7 +2,8 @@
 
 `checkpoints/step-NNNNNNNN/` holds `model.safetensors` (fp32 masters by export name), `optimizer.safetensors`
 and `state.json` with the digests of both; the folder appears by one rename. `best` and `last` are text files
-that name a step. A damaged checkpoint is passed over for the next older one. Training draws no random
+that name a step; what names none of ours is as absent. A damaged checkpoint, or one whose best is damaged, is passed
+over for the next older one, and training makes it again. Training draws no random
 numbers after its start but the order of each epoch, which follows from seed and epoch, so step, epoch and
 batch are the whole position.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from eyas.errors import ArtifactError
-from eyas.files import digest_file, fsync_folder, read_json, storage_errors, write_bytes, write_json
+from eyas.files import digest_file, fsync_folder, read_sealed, storage_errors, write_bytes, write_sealed
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ def save_checkpoint(
         save_file({name: value.detach().contiguous() for name, value in masters.items()}, temporary / MODEL)
         save_file({name: value.detach().contiguous() for name, value in optimizer.items()}, temporary / OPTIMIZER)
         files = {name: digest_file(temporary / name) for name in (MODEL, OPTIMIZER)}
-        write_json(temporary / STATE, state.model_copy(update={"files": files}).model_dump())
+        write_sealed(temporary / STATE, state.model_copy(update={"files": files}).model_dump())
         for name in (MODEL, OPTIMIZER):
             _fsync(temporary / name)
         shutil.rmtree(final, ignore_errors=True)
@@ -87,15 +89,17 @@ def save_checkpoint(
     if is_best:
         write_bytes(root / "best", final.name.encode())
     write_bytes(root / "last", final.name.encode())
-    _rotate(root, keep)
+    _rotate(root, keep, final.name)
     return final
 
 
 def load_latest(root: Path, fingerprint: str) -> Checkpoint | None:
-    """The newest whole checkpoint of this `fingerprint`; damaged ones are passed over with a warning, others ignored."""
+    """The newest checkpoint of this `fingerprint` that is whole, and its best too; damaged ones are passed over with a warning."""
     for folder in sorted(root.glob("step-*"), reverse=True):
         try:
             checkpoint = load_checkpoint(folder)
+            if checkpoint.state.best_step >= 0:
+                _whole_state(root / step_name(checkpoint.state.best_step))
         except ArtifactError as error:
             logger.warning("checkpoint passed over folder=%s error=%s", folder, error)
             continue
@@ -106,15 +110,10 @@ def load_latest(root: Path, fingerprint: str) -> Checkpoint | None:
 
 def load_checkpoint(folder: Path) -> Checkpoint:
     """Read one checkpoint; raises `ArtifactError` where a file is missing, damaged or not what `state.json` says."""
-    try:
-        state = TrainerState.model_validate(read_json(folder / STATE))
-    except ValidationError as error:
-        raise ArtifactError(f"{folder / STATE} is no trainer state ({error.errors()[0]['msg']}); remove {folder}") from error
+    state = _whole_state(folder)
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for name in (MODEL, OPTIMIZER):
         path = folder / name
-        if not path.is_file() or digest_file(path) != state.files.get(name):
-            raise ArtifactError(f"{path} is missing or differs from its digest in {STATE}; remove {folder}")
         try:
             tensors[name] = load_file(path)
         except (OSError, SafetensorError) as error:
@@ -124,29 +123,33 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 
 def named_checkpoint(root: Path, name: str) -> Path:
     """The folder that `best` or `last` names; raises `ArtifactError` if there is none."""
-    pointer = root / name
-    if not pointer.is_file():
-        raise ArtifactError(f"{pointer} does not exist; run the training phase first")
-    folder = root / Path(pointer.read_text(encoding="utf-8").strip()).name
-    if not folder.is_dir():
-        raise ArtifactError(f"{pointer} names {folder.name}, which does not exist; run the training phase again")
-    return folder
+    step = _pointed(root / name)
+    if step is None:
+        raise ArtifactError(f"{root / name} names no step that lies beside it; run the training phase (again)")
+    return root / step
+
+
+def point_at_best(root: Path, state: TrainerState) -> None:
+    """Let `best` name what `state` knows as the best, whatever stands there."""
+    if state.best_step >= 0:
+        write_bytes(root / "best", step_name(state.best_step).encode())
+    else:
+        (root / "best").unlink(missing_ok=True)
 
 
 def clear_other_trainings(root: Path, fingerprint: str) -> None:
     """Remove checkpoints of other inputs or settings, and what an interrupted writing left."""
     for folder in [*root.glob("step-*"), *root.glob(".step-*.tmp")]:
         try:
-            is_ours = not folder.name.startswith(".") and read_json(folder / STATE).get("fingerprint") == fingerprint
+            is_ours = not folder.name.startswith(".") and read_sealed(folder / STATE).get("fingerprint") == fingerprint
         except (ArtifactError, AttributeError):
             is_ours = False
         if not is_ours:
             logger.info("checkpoint removed folder=%s reason=other_training", folder)
             shutil.rmtree(folder, ignore_errors=True)
     for name in ("best", "last"):
-        pointer = root / name
-        if pointer.is_file() and not (root / pointer.read_text(encoding="utf-8").strip()).is_dir():
-            pointer.unlink()
+        if _pointed(root / name) is None:
+            (root / name).unlink(missing_ok=True)
 
 
 def step_name(step: int) -> str:
@@ -154,12 +157,30 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _rotate(root: Path, keep: int) -> None:
-    best = root / "best"
-    kept = {best.read_text(encoding="utf-8").strip()} if best.is_file() else set()
-    folders = sorted(root.glob("step-*"))
+def _whole_state(folder: Path) -> TrainerState:
+    """The state of a checkpoint whose files are what it says; raises `ArtifactError` where one is not."""
+    try:
+        state = TrainerState.model_validate(read_sealed(folder / STATE))
+    except ValidationError as error:
+        raise ArtifactError(f"{folder / STATE} is no trainer state ({error.errors()[0]['msg']}); remove {folder}") from error
+    for name in (MODEL, OPTIMIZER):
+        path = folder / name
+        if not path.is_file() or digest_file(path) != state.files.get(name):
+            raise ArtifactError(f"{path} is missing or differs from its digest in {STATE}; remove {folder}")
+    return state
+
+
+def _pointed(pointer: Path) -> str | None:
+    """The step that `best` or `last` names, if it names one that lies beside it."""
+    name = pointer.read_bytes().decode(errors="replace").strip() if pointer.is_file() else ""
+    return name if re.fullmatch(r"step-\d{8,}", name) and (pointer.parent / name).is_dir() else None
+
+
+def _rotate(root: Path, keep: int, newest: str) -> None:
+    """Remove the oldest; steps after `newest` stay: those that were passed over are made again as training reaches them."""
+    folders = sorted(folder for folder in root.glob("step-*") if folder.name <= newest)
     for folder in folders[:-keep]:
-        if folder.name not in kept:
+        if folder.name != _pointed(root / "best"):
             shutil.rmtree(folder)
 
 

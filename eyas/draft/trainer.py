@@ -22,7 +22,15 @@ from typing import Any
 
 import torch
 
-from eyas.draft.checkpoint import Checkpoint, TrainerState, clear_other_trainings, load_checkpoint, load_latest, save_checkpoint
+from eyas.draft.checkpoint import (
+    Checkpoint,
+    TrainerState,
+    clear_other_trainings,
+    load_checkpoint,
+    load_latest,
+    point_at_best,
+    save_checkpoint,
+)
 from eyas.draft.config import DraftConfig
 from eyas.draft.corpus import Corpus, read_ahead
 from eyas.draft.data import Batch
@@ -191,6 +199,8 @@ class Trainer:
         if self.world.is_first:
             clear_other_trainings(self.checkpoints, fingerprint)
             found = load_latest(self.checkpoints, fingerprint)
+            if found is not None:
+                point_at_best(self.checkpoints, found.state)
         folder = self.world.same(lambda: found.folder if found else None)
         return found if self.world.is_first or folder is None else load_checkpoint(folder)
 

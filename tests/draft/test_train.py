@@ -171,6 +171,32 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: RunFolder, target
     assert found.state.step == 20
 
 
+@pytest.mark.parametrize("content", [b"../../../etc", b"\xff\x00", b"step-00000010", b""])
+def test_a_damaged_pointer_to_the_best_is_written_anew(run: RunFolder, target: Path, content: bytes) -> None:
+    config = run_config(target)
+    manifest, wanted = train(run, config), best_bytes(run)
+    pointer = run.draft / "checkpoints" / "best"
+    assert pointer.read_bytes() != content
+    pointer.write_bytes(content)
+    assert train(run, config).files == manifest.files
+    assert best_bytes(run) == wanted
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
+def test_a_damaged_best_checkpoint_is_trained_again_to_the_bit(run: RunFolder, target: Path, name: str) -> None:
+    """The newest checkpoint is whole, and names this one as the best: neither may the damage be exported nor block the run."""
+    config = run_config(target, learning_rate=1e-9, patience=2, max_steps=1000, keep_checkpoints=1)
+    manifest, wanted = train(run, config), best_bytes(run)
+    assert (manifest.figures["best_step"], manifest.figures["steps"]) == (10, 30)
+    damaged = run.draft / "checkpoints" / "step-00000010" / name
+    content = bytearray(damaged.read_bytes())
+    content[-40] ^= 1
+    damaged.write_bytes(content)
+    (run.draft / "manifest.json").unlink()
+    assert train(run, config).files == manifest.files
+    assert best_bytes(run) == wanted
+
+
 @pytest.mark.parametrize("num_files", [0, 1])
 def test_a_process_that_dies_while_it_writes_leaves_the_last_checkpoint(
     run: RunFolder, target: Path, monkeypatch: pytest.MonkeyPatch, num_files: int
