@@ -1,8 +1,9 @@
 """Child processes in their own process group, ended with their parent, however it ends.
 
-A child whose parent is killed outright receives a signal from the kernel (Linux), so nothing is left
-running; on every other way out the whole group is ended here. Output goes to a log file, whose last
-line is quoted when the child fails.
+A child whose parent is killed outright receives a signal from the kernel (Linux), and a shell that waits beside
+it for the parent's end kills the rest of its group; on every other way out the whole group is ended here. What the child's own
+children start in a session of their own (setsid) is theirs to end. Output goes to a log file, whose last line is quoted
+when the child fails.
 """
 
 from __future__ import annotations
@@ -17,6 +18,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+# Reads the group, then a line once that has ended; the end of the pipe instead says that nobody is left to end it.
+# $0 is how many times 0.2 s the group's leader has to end by itself.
+_WATCH = (
+    "read -r group && ! read -r ended || exit; n=$0; "
+    'while [ "$n" -gt 0 ] && kill -0 "$group"; do sleep 0.2; n=$((n - 1)); done; kill -9 "-$group"'
+)
 
 
 @contextmanager
@@ -36,7 +43,8 @@ def child_process(
     """
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log if log is not None else os.devnull, "wb") as output:
+    patience = 0 if parent_death_signal is signal.SIGKILL else int(5 * grace_s)
+    with _watcher(patience) as watch, open(log if log is not None else os.devnull, "wb") as output:
         process = subprocess.Popen(
             command,
             stdout=output if log is not None else None,
@@ -45,11 +53,12 @@ def child_process(
             start_new_session=True,
             preexec_fn=_prepared(parent_death_signal),
         )
-    try:
-        yield process
-    finally:
-        if process.poll() is None or not keeps_group:
-            _end_group(process, grace_s)
+        try:
+            watch(process.pid)
+            yield process
+        finally:
+            if process.poll() is None or not keeps_group:
+                _end_group(process, grace_s)
 
 
 def wait_for(process: subprocess.Popen[bytes], while_waiting: Callable[[], None], *, every_s: float = 0.5) -> int:
@@ -98,6 +107,29 @@ def _prepared(death_signal: signal.Signals) -> Callable[[], None]:
                 os._exit(1)
 
     return prepare
+
+
+@contextmanager
+def _watcher(patience: int) -> Iterator[Callable[[int], None]]:
+    """Another process that kills the group it is told if this one dies while the block runs."""
+    shell = subprocess.Popen(
+        ["/bin/sh", "-c", _WATCH, str(patience)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert shell.stdin is not None
+    pipe = shell.stdin
+
+    def watch(group: int) -> None:
+        pipe.write(b"%d\n" % group)
+        pipe.flush()
+
+    try:
+        yield watch
+    finally:
+        shell.communicate(b"ended\n")
 
 
 def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:

@@ -61,6 +61,24 @@ with child_process(["sleep", "600"]) as child:
     wait_until(lambda: not is_alive(int(note.read_text())))
 
 
+@pytest.mark.parametrize("death_signal", ["SIGKILL", "SIGINT"])
+def test_a_childs_own_child_ends_when_the_parent_is_killed(tmp_path: Path, death_signal: str) -> None:
+    """https://github.com/PrefectHQ/prefect/issues/20979: the kernel's signal reaches the child alone."""
+    note = tmp_path / "pid"
+    script = f"sleep 600 & echo $! > {note}; wait"
+    code = f"""
+import signal, time
+from eyas.operate.children import child_process
+with child_process(["/bin/sh", "-c", {script!r}], parent_death_signal=signal.{death_signal}):
+    time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    wait_until(lambda: note.exists() and note.read_text().strip() != "")
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not is_alive(int(note.read_text())), seconds=100)
+
+
 def test_a_child_hears_the_interrupt_that_a_shells_ampersand_has_us_ignore(tmp_path: Path) -> None:
     ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
