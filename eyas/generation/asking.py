@@ -126,6 +126,7 @@ class Asker:
         where the server must not be used.
         """
         while True:
+            waits = True
             sent = time.monotonic()
             dataset.flying[prompt.id] = (sent, record.start_number)
             try:
@@ -140,7 +141,7 @@ class Asker:
                 record.note(error, counts=False)
             except ClosedBeforeReply as error:  # the first time it is a dropped socket rather than this record
                 record.note(error, counts=record.was_dropped)
-                record.was_dropped = True
+                waits, record.was_dropped = record.was_dropped, True
             except ServerError as error:
                 record.note(error, counts=True)
             finally:
@@ -150,7 +151,8 @@ class Asker:
             log.info("retry dataset=%s id=%s url=%s error=%s", dataset.name, prompt.id, server.url, record.last_brief)
             if record.num_failed >= self._config.generation.max_attempts:
                 raise RecordError(record.last_reason, f"{record.num_failed} attempts failed; the last: {record.last_error}")
-            await asyncio.sleep(record.backoff_s)
+            if waits:
+                await asyncio.sleep(record.backoff_s)
             await self._may_send.wait()
             server = await self._pool.lease(prompt.input_ids)
 
@@ -177,7 +179,8 @@ class Asker:
         except ServerError as error:
             if isinstance(error, DeadlineExceeded):
                 self._patience = min(max(self._patience, 2 * patience), MOST_PATIENCE)
-            await self._pool.report_failure(server, brief(error))
+            if record.was_dropped or not isinstance(error, ClosedBeforeReply):
+                await self._pool.report_failure(server, brief(error))
             raise
         finally:
             self._in_flight.remove(record.rid)

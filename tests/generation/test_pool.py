@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from eyas.errors import ConfigError, ServerError
+from eyas.generation import asking
 from eyas.generation.control import Control, write_control
 from eyas.generation.session import GenerationSession, generate
 from eyas.sglang.client import ADMIN_TIMEOUT_S, SGLangClient
@@ -159,6 +160,35 @@ async def test_every_request_declares_its_own_timeouts_whatever_httpx_would_take
             await client.abort("r")
     assert sent["/generate"] == {"connect": 7.5, "read": 3_600.0, "write": ADMIN_TIMEOUT_S, "pool": 3_600.0}
     assert sent["/abort_request"] == dict.fromkeys(("connect", "read", "write", "pool"), 5.0), "short on purpose: it may be dead"
+
+
+async def test_an_idle_connection_is_dropped_before_the_server_drops_it(target: Path) -> None:
+    """https://github.com/NVIDIA-NeMo/Gym/pull/1555: uvicorn closes idle sockets after 5 s."""
+    assert ServerConfig().keepalive_s < 5
+    payload = {"rid": "r", "input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}
+    for keepalive_s, wanted in ((3600.0, 1), (0.05, 2)):
+        with LoopbackServer(target) as server:
+            async with SGLangClient(server.url, ServerConfig(keepalive_s=keepalive_s)) as client:
+                await client.generate_raw(payload, rid="r", deadline_s=60.0)
+                await asyncio.sleep(0.1)
+                await client.generate_raw(payload, rid="r", deadline_s=60.0)
+            assert server.num_connections == wanted
+
+
+async def test_a_dropped_socket_is_asked_again_at_once_and_held_against_nobody(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """https://github.com/NVIDIA-NeMo/Gym/pull/1555: several at a time are no sign of a server that is out."""
+    monkeypatch.setattr(asking, "RETRY_FIRST_S", 1000.0)
+    monkeypatch.setattr(asking, "RETRY_LAST_S", 1000.0)
+    config = tiny_config(target, {"a": 60}, generation={"canary": 0, "max_attempts": 1})
+    run = RunFolder(tmp_path).create()
+    write_prompts(run, config, "a", 8)
+    with LoopbackServer(target, behave=lambda payload, nth: "close_before" if "-1-" in payload["rid"] else None) as server:
+        async with asyncio.timeout(240):
+            manifests = await generate(run, config, urls=[server.url])
+    assert (manifests["a"].counts.done, len(server.payloads)) == (8, 16)
+    assert "server out" not in caplog.text
 
 
 async def test_retry_after_is_honoured(target: Path, tmp_path: Path, fast_retries: None) -> None:

@@ -60,6 +60,7 @@ class LoopbackServer:
         self.running: dict[str, asyncio.Event] = {}
         self.peak_running = 0
         self.num_probes = 0
+        self.num_connections = 0
         self.shift_logprobs = 0.0
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -107,6 +108,7 @@ class LoopbackServer:
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections.add(writer)
+        self.num_connections += 1
         try:
             while await self._exchange(reader, writer):
                 pass
