@@ -18,7 +18,7 @@ from typing import IO, Any
 from eyas.errors import ArtifactError, StorageError
 
 _SEAL = "sha256_of_the_rest"
-_DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+_DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def storage_errors(path: Path) -> Iterator[None]:
         if error.errno not in _DISK_ERRNOS:
             raise
         raise StorageError(
-            f"cannot write {path}: {error.strerror}; free space or fix its permissions, then run the same command again"
+            f"cannot write {path}: {error.strerror}; free space or mend its limits or permissions, then run the same command again"
         ) from error
 
 
@@ -38,7 +38,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 def atomic_file(path: Path, *, mode: str = "wb") -> Iterator[IO[Any]]:
     """Open a temporary file beside `path`; on a clean exit it becomes `path`, otherwise it is removed.
 
-    Raises `StorageError` where the disk is full, read-only or forbids writing.
+    Raises `StorageError` where the disk is full, failing, read-only or forbids writing, or a limit is reached (`ulimit -f`).
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     encoding = None if "b" in mode else "utf-8"

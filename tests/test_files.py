@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,17 @@ def test_a_full_disk_is_a_storage_error_and_leaves_no_final_name(tmp_path: Path,
     monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(StorageError, match=r"cannot write .*a\.json: No space left"):
         files.write_bytes(tmp_path / "a.json", b"x" * 100)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_of_a_files_size_is_a_storage_error_that_names_the_file(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(StorageError, match=r"cannot write .*a\.json: File too large"):
+            files.write_bytes(tmp_path / "a.json", bytes(100_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
 
 
