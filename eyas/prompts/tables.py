@@ -78,7 +78,12 @@ def _batch_rows(batch: pa.RecordBatch, max_row_bytes: int) -> Iterator[TableRow]
             pass
     for index in range(batch.num_rows):
         row = batch.slice(index, 1)
-        yield too_large(max_row_bytes) if row.nbytes > max_row_bytes else _one_row(row)
+        yield too_large(max_row_bytes) if _num_bytes(row) > max_row_bytes else _one_row(row)
+
+
+def _num_bytes(row: pa.RecordBatch) -> int:
+    """Bytes of one row, without those of the values that its dictionaries hold for others."""
+    return sum((column.dictionary_decode() if pa.types.is_dictionary(column.type) else column).nbytes for column in row.columns)
 
 
 def _one_row(row: pa.RecordBatch) -> TableRow:

@@ -214,6 +214,14 @@ def test_a_parquet_value_that_python_cannot_hold_costs_its_row_alone(tmp_path: P
     assert third.value == {"prompt": "three"}  # without the time, which nothing reads
 
 
+def test_a_parquet_dictionary_above_the_limit_is_no_large_row(tmp_path: Path) -> None:
+    """https://github.com/apache/arrow/issues/7835: neighbours of a large row keep their own size."""
+    path = tmp_path / "rows.parquet"
+    texts = [f"{number}" * 100 for number in range(100)] + ["x" * 5000]
+    pq.write_table(pa.table({"prompt": pa.array(texts).dictionary_encode()}), path)
+    assert _values(path, max_row_bytes=1000) == [{"prompt": text} for text in texts[:-1]] + [None]
+
+
 def test_a_parquet_row_above_the_limit_is_one_reject(tmp_path: Path) -> None:
     """https://github.com/apache/arrow/issues/7835"""
     path = tmp_path / "rows.parquet"
