@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from eyas.errors import ArtifactError, StorageError
 
-_SEAL = "sha256_of_the_rest"
+SEAL = "sha256_of_the_rest"
 _DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
@@ -91,7 +91,7 @@ def read_json(path: Path) -> Any:
 def write_sealed(path: Path, value: dict[str, Any], *, indent: int | None = 2) -> None:
     """Write a JSON object with the digest of its own content, so that `read_sealed` finds every later change."""
     plain = json.loads(json.dumps(value))  # as it will be read: text for keys, lists for tuples
-    write_json(path, {**plain, _SEAL: digest_json(plain)}, indent=indent)
+    write_json(path, {**plain, SEAL: digest_json(plain)}, indent=indent)
 
 
 def read_sealed(path: Path) -> Any:
@@ -100,7 +100,7 @@ def read_sealed(path: Path) -> Any:
     A file without a digest, as earlier versions wrote it, passes.
     """
     value = read_json(path)
-    seal = value.pop(_SEAL, None) if isinstance(value, dict) else None
+    seal = value.pop(SEAL, None) if isinstance(value, dict) else None
     if seal is not None and digest_json(value) != seal:
         raise ArtifactError(f"{path} was changed after it was written, by hand or by damage; run the phase that writes it again")
     return value

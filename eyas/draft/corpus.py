@@ -163,7 +163,7 @@ def read_ahead(
                 if not hand_over(batch.pinned() if device.type == "cuda" else batch):
                     return
             hand_over(None)
-        except Exception as error:
+        except Exception as error:  # raised again by the thread that trains
             hand_over(error)
 
     thread = threading.Thread(target=fill, name="eyas-read-ahead", daemon=True)

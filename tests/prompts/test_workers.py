@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eyas.files import digest_file
+from eyas.files import SEAL, digest_file
 from eyas.prompts.store import read_prompts
 from eyas.workspace import RunFolder
 from tests.prompts.conftest import chat, read_rejects, write_rows
@@ -31,14 +31,16 @@ def _prepare(config: Path, run: Path, num_workers: int) -> int:
 
 
 def _contents(run: Path) -> dict[str, Any]:
-    """Digest of every file of a run; manifests as values, without the times that they were written at."""
+    """Digest of every file of a run; manifests as values, without the times that they were written at and the seal over these."""
     found: dict[str, Any] = {}
     for path in sorted(item for item in run.rglob("*") if item.is_file()):
         if path.name != "manifest.json":
             found[str(path.relative_to(run))] = digest_file(path)
             continue
         manifest = json.loads(path.read_text())
-        found[str(path.relative_to(run))] = {key: value for key, value in manifest.items() if not key.endswith("_at")}
+        found[str(path.relative_to(run))] = {
+            key: value for key, value in manifest.items() if not key.endswith("_at") and key != SEAL
+        }
     return found
 
 
