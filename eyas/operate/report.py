@@ -6,7 +6,6 @@ the run folder, which its section names; nothing is computed here but sums, shar
 
 from __future__ import annotations
 
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +153,7 @@ def _tile(label: str, value: str, note: str, source: str) -> dict[str, str]:
 
 def _phase(run: RunFolder, phase: Phase, names: list[str], status: RunStatus) -> dict[str, Any]:
     item = next(found for found in status.phases if found.phase == phase)
-    took = ""
-    if item.started_at and item.finished_at:
-        took = duration((datetime.fromisoformat(item.finished_at) - datetime.fromisoformat(item.started_at)).total_seconds())
+    took = "" if item.worked_s is None else duration(item.worked_s)
     folders = phase_folders(run, phase, names)
     pattern = (
         f"{folders[0].relative_to(run.root).parts[0]}/*/"

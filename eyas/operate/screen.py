@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -129,12 +128,11 @@ def describe_rejects(phase: PhaseStatus) -> str:
 def describe_end(phase: PhaseStatus) -> str:
     """A finished phase in one sentence: how long it took and what became of its records, as its manifests say."""
     counts = phase.counts
-    if not (counts and phase.started_at and phase.finished_at):
+    if not counts or phase.worked_s is None:
         return f"{phase.phase} done"
-    took_s = (datetime.fromisoformat(phase.finished_at) - datetime.fromisoformat(phase.started_at)).total_seconds()
     rejects = describe_rejects(phase)
     rejected = f"{counts['rejected']:,} rejected{f' ({rejects})' if rejects else ''}"
-    return f"{phase.phase} done in {duration(took_s)}: {counts['in']:,} in, {counts['done']:,} done, {rejected}"
+    return f"{phase.phase} done in {duration(phase.worked_s)}: {counts['in']:,} in, {counts['done']:,} done, {rejected}"
 
 
 def _outlook(piece: ProgressMessage) -> list[str]:

@@ -41,6 +41,8 @@ class PhaseStatus(BaseModel):
     rejected_by_reason: dict[str, int] = Field(default_factory=dict)
     started_at: str = ""
     finished_at: str = ""
+    worked_s: float | None = None
+    """Seconds in which at least one of its pieces was made, once all are: what lies between them, such as a week, is no work."""
     message: str = ""
     progress: list[ProgressMessage] = Field(default_factory=list)
 
@@ -184,9 +186,21 @@ def _phase_status(
         rejected_by_reason=reasons,
         started_at=min([manifest.started_at for manifest in manifests if manifest.started_at] or [work.get("started_at", "")]),
         finished_at=max([manifest.finished_at for manifest in manifests], default="") if is_done else "",
+        worked_s=covered_s([(manifest.started_at, manifest.finished_at) for manifest in manifests]) if is_done else None,
         message=trouble,
         progress=pieces if state in ("running", "stalled", "stopped") else [],
     )
+
+
+def covered_s(spans: list[tuple[str, str]]) -> float | None:
+    """Seconds that `spans` (start, end; ISO 8601) cover together, overlaps once; None if one of them is not known."""
+    if not all(start and end for start, end in spans):
+        return None
+    total, reached = 0.0, datetime.min.replace(tzinfo=UTC)
+    for start, end in sorted((datetime.fromisoformat(start), datetime.fromisoformat(end)) for start, end in spans):
+        total += max((end - max(start, reached)).total_seconds(), 0.0)
+        reached = max(reached, end)
+    return total
 
 
 def _is_outdated(run: RunFolder, manifest: Manifest) -> bool:

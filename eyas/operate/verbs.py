@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import logging
 import signal
 import sys
@@ -15,9 +14,10 @@ from pathlib import Path
 from pydantic import ValidationError
 from rich.console import Console
 
-from eyas.config import RunConfig, apply_override, load_config, parse_config
+from eyas.config import RunConfig
 from eyas.errors import ConfigError, EyasError
-from eyas.files import read_json, write_json
+from eyas.files import write_json
+from eyas.operate.configs import read_config, recorded_config
 from eyas.operate.keys import server_api_key
 from eyas.operate.phases import PHASES, Phase, require_earlier, require_finished
 from eyas.workspace import RunFolder
@@ -278,7 +278,7 @@ def control_verb(options: argparse.Namespace, api_key: str) -> int:
     """Change what the running session reads every second."""
     from eyas.generation.control import Control, read_control, write_control
 
-    _recorded_config(options.run)
+    recorded_config(options.run)
     wishes = read_control(options.run)
     update = {
         "paused": (wishes.paused or options.pause) and not options.resume,
@@ -348,50 +348,6 @@ def _console() -> Console:
 def _open(html: Path) -> None:
     if not webbrowser.open(html.resolve().as_uri()):
         print("no browser on this machine; copy report.html to one, it needs nothing else")
-
-
-def read_config(options: argparse.Namespace) -> RunConfig:
-    """The config that the options name, or the one that the run recorded; named after the run folder unless it has a name."""
-    if options.config is not None:
-        config = load_config(find_config(options.config), options.set)
-    else:
-        from eyas.operate.status import damaged_run
-
-        source = _recorded_config(options.run)
-        raw = read_json(source)
-        if not isinstance(raw, dict) or not isinstance(raw.get("config"), dict):
-            raise damaged_run(RunFolder(options.run))
-        raw = raw["config"]
-        for setting in options.set:
-            apply_override(raw, setting)
-        config = parse_config(raw, where=str(source))
-    if "name" not in config.model_fields_set:
-        config = config.model_copy(update={"name": options.run.resolve().name})
-    return config
-
-
-def find_config(path: Path) -> Path:
-    """The file itself, or the preset of that name that is installed with Eyas: `local-smollm2-quick`."""
-    if path.exists() or path.suffix in (".yaml", ".yml", ".json") or len(path.parts) != 1:
-        return path
-    presets = presets_by_name()
-    if path.name not in presets:
-        raise ConfigError(f"config {path} is neither a file nor a preset; presets are {', '.join(presets)}")
-    return presets[path.name]
-
-
-def presets_by_name() -> dict[str, Path]:
-    """Run configs that are installed with Eyas, beside the deployments that are made of them."""
-    found = importlib.util.find_spec("deployments")
-    folders = [Path(folder) / "presets" for folder in (found.submodule_search_locations or [])] if found else []
-    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
-
-
-def _recorded_config(run: Path) -> Path:
-    source = RunFolder(run).run_json
-    if not source.is_file():
-        raise ConfigError(f"{run} holds no run yet and no --config is given; name one, for instance --config local-smollm2-quick")
-    return source
 
 
 def _run_phases(options: argparse.Namespace, api_key: str, phases: Sequence[Phase]) -> int:

@@ -19,6 +19,7 @@ import pytest
 from eyas.errors import ConfigError, EyasError, TooManyRejects
 from eyas.operate import cli, verbs
 from eyas.operate.children import is_alive
+from eyas.operate.configs import find_config
 from eyas.operate.keys import server_api_key
 from eyas.workspace import RunFolder
 from tests.target.tiny_target import write_target
@@ -71,12 +72,13 @@ def test_a_run_folder_without_a_name_is_not_the_current_folder(capsys: pytest.Ca
 def test_a_preset_goes_by_its_name_and_a_file_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of a checkout there is no deployments/presets."""
     monkeypatch.chdir(tmp_path)
-    assert verbs.find_config(Path("local-smollm2-quick")).is_file()
-    assert verbs.find_config(Path("my.yaml")) == Path("my.yaml")
+    assert find_config(Path("local-smollm2-quick")).is_file()
+    assert find_config(Path("kimi-k2.5-blackwell")).is_file(), "its dot begins no suffix"
+    assert find_config(Path("my.yaml")) == Path("my.yaml")
     (tmp_path / "local-smollm2-quick").write_text("{}")
-    assert verbs.find_config(Path("local-smollm2-quick")) == Path("local-smollm2-quick"), "one's own file comes first"
+    assert find_config(Path("local-smollm2-quick")) == Path("local-smollm2-quick"), "one's own file comes first"
     with pytest.raises(ConfigError, match=r"neither a file nor a preset; presets are .*local-smollm2-default"):
-        verbs.find_config(Path("local-smollm2"))
+        find_config(Path("local-smollm2"))
 
 
 def test_unknown_verb_is_bad_input() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -191,3 +192,13 @@ def test_a_person_or_the_default_decides(
             decide(keeper, config, ask)
     assert "## Alternatives" in asked[0]
     assert keeper.is_accepted is goes_on
+
+
+def test_only_what_is_timed_is_priced_at_one_request_alone(run: RunFolder, config: RunConfig) -> None:
+    """Two sets of 20 prompts and 100 tokens: counted twice in batches; timed with 6 prompts off, on, on, off, in 2 rounds."""
+    update = {"sets": ["heldout", "mt-bench"], "prompts_per_set": 20, "max_new_tokens": 100, "timed_prompts": 6}
+    benchmark = config.benchmark.model_copy(update=update | {"repeats": 2, "concurrency": [1]})
+    config = config.model_copy(update={"benchmark": benchmark})
+    hours = phase(forecast(config, SIZES, volumes(run, config)), "bench").hours
+    per_token = 2 * SIZES.num_parameters / (os.cpu_count() or 1) / 3600
+    assert hours == pytest.approx(per_token * (2 * 2 * 20 * 100 / 30e9 + 2 * 4 * 2 * 6 * 100 / 2e9))

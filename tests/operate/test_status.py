@@ -17,7 +17,7 @@ from eyas.files import read_json, write_json
 from eyas.manifest import load_manifest
 from eyas.operate.messages import read_history
 from eyas.operate.screen import describe_end, render_result, render_status
-from eyas.operate.status import RunStatus, read_status
+from eyas.operate.status import RunStatus, covered_s, read_status
 from eyas.progress import Progress, recorder
 from eyas.workspace import RunFolder
 
@@ -80,7 +80,7 @@ def test_a_finished_phase_is_told_in_one_sentence(finished_run: RunFolder) -> No
         f"{counts['in']:,} in, {counts['done']:,} done, {counts['rejected']:,} rejected (2,000 over quota, 2 too long)"
     )
     assert re.match(r"prepare done in \d+ (s|min|h): ", sentence)
-    assert describe_end(phase.model_copy(update={"finished_at": ""})) == "prepare done"
+    assert describe_end(phase.model_copy(update={"worked_s": None})) == "prepare done"
 
 
 def test_the_end_of_a_run_says_what_it_came_to(finished_run: RunFolder) -> None:
@@ -212,3 +212,11 @@ def test_adopted_replies_are_counted_at_once(run: RunFolder) -> None:
     generate = next(phase for phase in status.phases if phase.phase == "generate")
     assert (generate.state, generate.counts) == ("stopped", {"in": 10, "done": 3, "rejected": 0, "pending": 7})
     assert next(item for item in status.datasets if item.dataset == "B1_calls").responses["pending"] == 7
+
+
+def test_time_between_the_pieces_of_a_phase_is_no_work() -> None:
+    """A dataset repaired a week later took its minutes, not a week; two that ran side by side took the longer one's."""
+    first, beside, later = ("08:00", "08:10"), ("08:05", "08:12"), ("09:00", "09:01")
+    spans = [(f"2026-12-02T{start}:00+00:00", f"2026-12-02T{end}:00+00:00") for start, end in (later, first, beside)]
+    assert covered_s(spans) == 13 * 60
+    assert covered_s([*spans, ("", "2026-12-02T10:00:00+00:00")]) is None

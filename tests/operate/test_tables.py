@@ -68,7 +68,7 @@ def test_the_forecasts_are_kept_beside_what_came_true(run: RunFolder) -> None:
     start = datetime(2026, 12, 2, 8, tzinfo=UTC)
     run.progress.mkdir(parents=True)
     lines = []
-    for hours, left in ((1, 3.0), (2, 1.5), (3, 0.0)):
+    for hours, left in ((1, 3.0), (1.5, 3.0), (2, 1.5), (3, 0.0)):  # the second message repeats the first one's forecast
         figures = {"remaining_s": left * 3600, "remaining_low_s": left * 3000, "remaining_high_s": left * 4000}
         piece = {"stage": "generate", "name": "a", "done": hours, "total": 3, "unit": "records", "is_final": hours == 3}
         at = (start + timedelta(hours=hours)).isoformat()
@@ -77,6 +77,9 @@ def test_the_forecasts_are_kept_beside_what_came_true(run: RunFolder) -> None:
     table = forecast_history(run)
     assert table is not None
     assert table.rows[0] == {"after": "60 min", "ends after": "4.0 h", "at the earliest": "3.5 h", "at the latest (80 %)": "4.3 h"}
+    assert [row["after"] for row in table.rows] == ["60 min", "2.0 h", "3.0 h"], (
+        "a forecast holds for the time at which it was made"
+    )
     assert table.headline == "generation took 3.0 h"
 
 
