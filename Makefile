@@ -21,7 +21,7 @@ help:
 	@echo "make wheel                                       dist/eyas-*.whl, for use outside of this checkout"
 	@echo "make up | down                                   Prefect with a worker and everything registered, and its end"
 	@echo "make bench | bench-NAME                          every figure of the README, or that of benchmarks/NAME.py"
-	@echo "make test                                        the tests (about 5 minutes on two cores)"
+	@echo "make test                                        the tests (about 6 minutes on two cores)"
 	@echo "make lint                                        ruff and mypy"
 	@echo "make soak | test-e2e                             the long counts; Prefect with PostgreSQL and a browser"
 	@echo "make engines | check-engines | test-engines      real SGLang and vLLM: their environments, a short check, everything"
