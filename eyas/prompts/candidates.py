@@ -28,7 +28,7 @@ from eyas.prompts.preparation import Preparation
 from eyas.prompts.sources import Source
 from eyas.target.rendering import Renderer
 
-VERSION = 3
+VERSION = 4
 STAGE = "candidates"
 FILE_NAME = "candidates.arrow"
 REJECTS_NAME = "rejects.jsonl"

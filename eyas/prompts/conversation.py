@@ -41,6 +41,20 @@ ROLE_ALIASES = {
 }
 """Names of roles in public data, and the role each one is. An unknown name is a reject."""
 
+MEDIA_KEYS = (
+    "image",
+    "images",
+    "image_url",
+    "input_image",
+    "audio",
+    "audios",
+    "input_audio",
+    "video",
+    "videos",
+    "video_url",
+)
+"""Names under which rows, turns and parts of a content hold what is no text."""
+
 PROMPT_ROLES = ("user", "tool")
 """Roles that a prompt may end with: what an assistant answers."""
 

@@ -13,14 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 from eyas.errors import RecordError
-from eyas.prompts.conversation import ROLE_ALIASES, Conversation, Message
+from eyas.prompts.conversation import MEDIA_KEYS, ROLE_ALIASES, Conversation, Message
 from eyas.prompts.tools import link_calls, normal_call, normal_tools
 
 Row = dict[str, Any]
 Converter = Callable[[Row], Conversation]
 
 _PROMPT_KEYS = ("prompt", "instruction", "question", "query", "problem", "input", "text")
-_MEDIA = ("image", "images", "image_url", "input_image", "audio", "audios", "input_audio", "video", "videos", "video_url")
 _SYSTEM_KEYS = ("system", "system_prompt")
 
 
@@ -51,6 +50,14 @@ def recognise(row: Row) -> str:
     if any(key in row for key in _PROMPT_KEYS):
         return "prompt"
     raise RecordError("unknown_shape", f"the row has the keys {sorted(row)[:12]}, none that a converter knows")
+
+
+def refuse_media(holder: Row, place: str) -> None:
+    """Raise `RecordError` where a row, turn or part holds a picture, a sound or a film under one of the usual names."""
+    for key in MEDIA_KEYS:
+        value = holder.get(key)
+        if any(value.values()) if isinstance(value, dict) else any(value) if isinstance(value, list) else value:
+            raise RecordError("not_text", f"{place} holds {key!r}, the target takes text only")
 
 
 def from_messages(row: Row) -> Conversation:
@@ -202,7 +209,7 @@ CONVERTERS: dict[str, Converter] = {
 
 
 def _conversation(turns: list[Any], row: Row) -> Conversation:
-    _refuse_media(row, "the row")
+    refuse_media(row, "the row")
     messages = [_message(turn) for turn in turns]
     first = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
     texts = [*(_text(row.get(key)) for key in _SYSTEM_KEYS), first or ""]
@@ -212,18 +219,10 @@ def _conversation(turns: list[Any], row: Row) -> Conversation:
     return Conversation(messages=link_calls(messages), tools=normal_tools(row.get("tools") or row.get("functions")))
 
 
-def _refuse_media(holder: Row, place: str) -> None:
-    """Raise `RecordError` where a row, turn or part holds a picture, a sound or a film under one of the usual names."""
-    for key in _MEDIA:
-        value = holder.get(key)
-        if any(value.values()) if isinstance(value, dict) else any(value) if isinstance(value, list) else value:
-            raise RecordError("not_text", f"{place} holds {key!r}, the target takes text only")
-
-
 def _message(turn: Any) -> Message:
     if not isinstance(turn, dict):
         raise RecordError("bad_turn", f"a turn is a {type(turn).__name__}, wanted an object")
-    _refuse_media(turn, "a turn")
+    refuse_media(turn, "a turn")
     name = turn.get("role") or turn.get("from")  # a Parquet struct may hold both, one of them null
     role = ROLE_ALIASES.get(name.lower()) if isinstance(name, str) else None
     if not isinstance(name, str) or role is None:
@@ -270,9 +269,9 @@ def _part_text(part: Any) -> str:
         return part
     kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else type(part).__name__
     if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
-        _refuse_media(part, "a text part")
+        refuse_media(part, "a text part")
         return str(part["text"])
-    if kind in (*_MEDIA, "file"):
+    if kind in (*MEDIA_KEYS, "file"):
         raise RecordError("not_text", f"a content part is of type {kind!r}, the target takes text only")
     raise RecordError("bad_content", f"a content part is of type {kind!r}, wanted text")
 

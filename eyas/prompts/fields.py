@@ -6,6 +6,7 @@ from typing import Any
 
 from eyas.errors import ConfigError, RecordError
 from eyas.prompts.config import DatasetConfig
+from eyas.prompts.converters import refuse_media
 
 _HEAD_ROWS = 100
 _ABSENT = object()
@@ -39,6 +40,7 @@ class FieldMapping:
             self.check_seen()
         if missing:
             raise RecordError("missing_field", f"field {missing!r} is not in the row")
+        refuse_media(value, "the row")  # what is asked about a picture is no prompt without it
         return mapped
 
     def check_seen(self) -> None:

@@ -14,7 +14,7 @@ import io
 import json
 import lzma
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 import pyarrow as pa
 
 from eyas.errors import ConfigError, RecordError
-from eyas.prompts.tables import TableRow, csv_rows, parquet_rows, too_large
+from eyas.prompts.tables import TableRow, csv_rows, not_utf8, parquet_rows, too_large
 
 _CHUNK_BYTES = 1 << 18
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
@@ -45,19 +45,23 @@ def is_readable(path: Path) -> bool:
     return _suffixes(path)[0] in _FORMATS
 
 
-def read_rows(path: Path, *, name: str, max_row_bytes: int, json_depth: int | None = None) -> Iterator[Row]:
+def read_rows(
+    path: Path, *, name: str, max_row_bytes: int, json_depth: int | None = None, fields: Collection[str] = ()
+) -> Iterator[Row]:
     """Yield every row of `path`, named `name:number`; raises `ConfigError` where the file itself is unreadable.
 
-    JSON is lines, an array or objects one after the other, as the file shows; `json_depth` names the number
-    of brackets around its rows instead (1 for an object whose values are the rows).
+    The number is that of the line on which a row of JSON Lines or CSV begins, and otherwise the row's own. JSON is
+    lines, an array or objects one after the other, as the file shows; `json_depth` names the number of brackets
+    around its rows instead (1 for an object whose values are the rows). `fields` are the parts of a row that will be
+    looked at: Parquet leaves other columns unread.
     """
     suffix, _ = _suffixes(path)
     number = 0
     try:
         if suffix == ".parquet":
-            rows = _placed(parquet_rows(path, max_row_bytes), name)
+            rows = _placed(parquet_rows(path, max_row_bytes, fields), name)
         elif suffix == ".csv":
-            rows = _placed(csv_rows(_open(path), max_row_bytes), name)
+            rows = _placed(csv_rows(lambda: _open(path), max_row_bytes), name)
         else:
             rows = _read_json(path, name, max_row_bytes, json_depth)
         for row in rows:
@@ -226,8 +230,10 @@ def _parse(data: bytes | None, where: str, max_row_bytes: int) -> Row:
     if data is None:
         return Row(where=where, problem=too_large(max_row_bytes))
     try:
-        text = data.decode("utf-8", "surrogateescape")  # bad bytes and raw controls are repaired, and counted, in cleaning
+        text = data.decode()
         return Row(where=where, value=json.loads(text, parse_constant=_refuse_constant, strict=False))
+    except UnicodeDecodeError as error:
+        return Row(where=where, problem=not_utf8(error, data))
     except (ValueError, RecursionError) as error:
         return Row(where=where, problem=RecordError("bad_json", str(error)))
 

@@ -38,14 +38,14 @@ def open_source(dataset: DatasetConfig, *, max_row_bytes: int) -> Source:
             "correct it in prompts.datasets"
         )
     if kind == "file":
-        return _file_source(dataset.name, Path(os.path.expanduser(name)), max_row_bytes)
+        return _file_source(dataset, Path(os.path.expanduser(name)), max_row_bytes)
     if kind == "hub":
         return _hub_source(dataset, name)
     package = open_package_source(name, max_row_bytes=max_row_bytes)
     return Source(identity=package.identity, rows=package.rows, converter=package.converter, license=package.license)
 
 
-def _file_source(dataset: str, path: Path, max_row_bytes: int) -> Source:
+def _file_source(dataset: DatasetConfig, path: Path, max_row_bytes: int) -> Source:
     if path.is_dir():
         found = sorted(item for item in path.rglob("*") if item.is_file())
         hidden = [any(part.startswith(".") for part in item.relative_to(path).parts) for item in found]
@@ -55,13 +55,13 @@ def _file_source(dataset: str, path: Path, max_row_bytes: int) -> Source:
         files, names = [path], [_as_text(Path(path.name))]
     if not files or not all(item.is_file() and is_readable(item) for item in files):
         raise ConfigError(
-            f"dataset {dataset}: {path} is no file or folder of JSONL, JSON, Parquet or CSV "
+            f"dataset {dataset.name}: {path} is no file or folder of JSONL, JSON, Parquet or CSV "
             "(plain, .gz, .bz2, .xz or .zst); correct its source"
         )
 
     def rows() -> Iterator[Row]:
         for item, name in zip(files, names, strict=True):
-            yield from read_rows(item, name=name, max_row_bytes=max_row_bytes)
+            yield from read_rows(item, name=name, max_row_bytes=max_row_bytes, fields=dataset.fields.values())
 
     digests = {name: digest_file(item) for item, name in zip(files, names, strict=True)}
     return Source(identity={"kind": "file", "files": digests}, rows=rows)

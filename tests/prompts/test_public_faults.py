@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from eyas.errors import TooManyRejects
 from eyas.files import read_json_lines
 from eyas.prompts.conversation import Conversation
 from eyas.prompts.converters import CONVERTERS
@@ -320,6 +321,20 @@ def test_pictures_beside_the_text_are_rejected_by_name(prepared, row: dict, key:
     assert len(prompts) == 1
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_pictures_are_seen_where_fields_name_the_text_alone(prepared, tmp_path: Path, name: str) -> None:
+    """https://github.com/OpenGVLab/InternVL/issues/726: its neighbour, what is asked about a picture without the picture."""
+    rows = [{"ask": {"text": "What is this?"}, "images": ["a.jpg"]}, {"ask": {"text": "What is a bird?"}, "images": []}]
+    path = tmp_path / name
+    if name.endswith("parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        write_rows(path, rows)
+    _, prompts, rejects = prepared(path, dataset={"fields": {"prompt": "ask.text"}})
+    assert _reasons(rejects) == ["not_text"]
+    assert json.loads(prompts[0]["messages"])[0]["content"] == "What is a bird?"
+
+
 def test_columns_for_pictures_that_hold_none_are_no_pictures(prepared) -> None:
     """https://github.com/OpenGVLab/InternVL/issues/726: rows of one table have every column, filled or not."""
     parts = [{"type": "text", "text": "hi", "image_url": None}]
@@ -384,13 +399,18 @@ def test_names_that_are_no_text_are_repaired_as_well(prepared, tmp_path: Path, b
     folder = tmp_path / "rows"
     folder.mkdir()
     with open(os.fsencode(folder) + b"/a" + bad + b".jsonl", "wb") as file:
-        file.write(
-            json.dumps(_GOOD).encode() + b'\n{"conversations":[{"from":"a' + bad + b'","value":"q"}]}\n{"pro' + bad + b'mpt":"q"}\n'
-        )
+        file.write(json.dumps(_GOOD).encode() + b'\n{"conversations":[{"from":"a\\udc9d","value":"q"}]}\n{"pro\\udc9dmpt":"q"}\n')
     manifest, prompts, rejects = prepared(folder)
     assert (len(prompts), _reasons(rejects)) == (1, ["unknown_role", "unknown_shape"])
     assert rejects[0]["where"].endswith(".jsonl:2")
     assert manifest.counts.num_in == 3
+
+
+def test_a_file_in_another_encoding_is_rejected_row_by_row_and_stops_the_stage(prepared) -> None:
+    """https://github.com/openai/tiktoken/issues/82: its neighbour, bytes that would become U+FFFD in every prompt."""
+    rows = [f'{{"prompt":"Où est le café numéro {number} ?"}}'.encode("latin-1") for number in range(3)]
+    with pytest.raises(TooManyRejects, match=r"3 of 4 rows are unusable .*not_utf8"):
+        prepared([_GOOD, *rows], reject_limit=0.5)
 
 
 def test_line_separators_in_reject_details_do_not_split_rejects(prepared, tmp_path: Path) -> None:

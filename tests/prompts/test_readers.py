@@ -3,10 +3,12 @@ from __future__ import annotations
 import bz2
 import csv
 import gzip
+import io
 import json
 import lzma
 import random
 import tracemalloc
+from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
@@ -186,14 +188,77 @@ def test_a_csv_row_above_the_limit_is_one_reject(tmp_path: Path) -> None:
     assert len(whole) == len(read)
 
 
+@pytest.mark.parametrize("max_row_bytes", [1 << 20, 60])  # the rest of the file within the limit of a row, and above it
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_csv_quote_that_never_closes_costs_its_line_alone(tmp_path: Path, suffix: str, max_row_bytes: int) -> None:
+    """https://github.com/sgl-project/SpecForge/pull/482: its neighbour, one bad row that takes all the others with it."""
+    path = tmp_path / f"rows.csv{suffix}"
+    text = 'a,b\n1,first\n"two\nlines",2\n3,"never closed\n4,fourth\r\n5,"fif""th"\n\n6,' + "six" * 10 + "\n"
+    path.write_bytes(gzip.compress(text.encode()) if suffix else text.encode())
+    rows = list(read_rows(path, name="rows.csv", max_row_bytes=max_row_bytes))
+    assert [(row.where.split(":")[1], row.problem.reason if row.problem else row.value) for row in rows] == [
+        ("2", {"a": "1", "b": "first"}),
+        ("3", {"a": "two\nlines", "b": "2"}),
+        ("5", "bad_csv"),
+        ("6", {"a": "4", "b": "fourth"}),
+        ("7", {"a": "5", "b": 'fif"th'}),
+        ("9", {"a": "6", "b": "six" * 10}),
+    ]
+    assert "begins on line 5" in str(rows[2].problem)
+
+
+def test_csv_rows_around_malformed_quotes_are_each_one_reject(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('a,b\n1,"open\n2,two\n3,"three"\n4,"fo"ur\n5,"open\n6,six\n"7",seven\n')
+    rows = list(read_rows(path, name="rows.csv", max_row_bytes=1 << 20))
+    assert [(row.where.split(":")[1], row.problem.reason if row.problem else row.value["a"]) for row in rows] == [
+        ("2", "bad_csv"),
+        ("3", "2"),
+        ("4", "3"),
+        ("5", "bad_csv"),
+        ("6", "bad_csv"),
+        ("7", "6"),
+        ("8", "7"),
+    ]
+
+
+_unquoted = st.text(alphabet=st.characters(blacklist_characters='"\r\n', blacklist_categories=["Cs"]), max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(st.tuples(_unquoted, _unquoted), max_size=8), opens=st.lists(st.booleans(), min_size=8, max_size=8))
+def test_lines_with_an_open_quote_take_no_other_row_with_them(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], opens: list[bool]
+) -> None:
+    """Independent truth: each row is one line here, so each is read or rejected by itself."""
+    wanted: list[object] = []
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, quoting=csv.QUOTE_ALL, lineterminator="\n")
+    writer.writerow(["a", "b"])
+    for row, is_open in zip(rows, opens, strict=False):
+        if is_open:
+            buffer.write('x,"open\n')
+            wanted.append("bad_csv")
+        else:
+            writer.writerow(row)
+            wanted.append(dict(zip("ab", row, strict=True)))
+    path = tmp_path_factory.mktemp("open") / "rows.csv"
+    path.write_text(buffer.getvalue(), encoding="utf-8", newline="")
+    read = list(read_rows(path, name="rows.csv", max_row_bytes=1 << 20))
+    assert [row.problem.reason if row.problem else row.value for row in read] == wanted
+    assert [row.where for row in read] == [f"rows.csv:{number}" for number in range(2, 2 + len(wanted))]
+
+
 def test_memory_stays_flat_behind_a_quote_that_never_closes(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    path.write_text('prompt\nfirst\n"never closed\n' + "line after line, without end\n" * 300_000)
+    path.write_text('prompt\nfirst\n"never closed\n' + "line after line without end\n" * 300_000)
     tracemalloc.start()
-    rows = list(read_rows(path, name="rows.csv", max_row_bytes=1 << 16))
+    reasons: Counter[str] = Counter()
+    for row in read_rows(path, name="rows.csv", max_row_bytes=1 << 16):
+        reasons[row.problem.reason if row.problem else "read"] += 1
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert [row.problem.reason if row.problem else row.value for row in rows] == [{"prompt": "first"}, "row_too_large"]
+    assert reasons == {"read": 300_001, "bad_csv": 1}
     assert peak < 2_000_000
 
 
@@ -230,6 +295,23 @@ def test_a_parquet_row_above_the_limit_is_one_reject(tmp_path: Path) -> None:
     assert [row.problem.reason if row.problem else row.value["prompt"] for row in rows] == ["one", "row_too_large", "three"]
 
 
+def test_parquet_columns_that_no_field_names_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    table = {"ask": [{"text": "one"}, {"text": "two"}], "a.b": ["x", "y"], "video": [None, "v.mp4"], "answer": ["z" * 5000] * 2}
+    pq.write_table(pa.table(table), path)
+
+    def read(*fields: str) -> list[object]:
+        rows = read_rows(path, name="rows.parquet", max_row_bytes=1000, fields=fields)
+        return [row.problem.reason if row.problem else row.value for row in rows]
+
+    assert read() == ["row_too_large"] * 2
+    assert read("ask.text", "a.b") == [
+        {"ask": {"text": "one"}, "a.b": "x", "video": None},
+        {"ask": {"text": "two"}, "a.b": "y", "video": "v.mp4"},
+    ]
+    assert read("ask.text", "absent") == ["row_too_large"] * 2  # every column, so that the message can name what there is
+
+
 def test_a_bad_row_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
     lines = _lines().split(b"\n")[:-1]
     lines[10] = b'{"prompt": "broken'
@@ -244,10 +326,22 @@ def test_a_bad_row_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
     assert len(rows) == 50
 
 
-def test_bytes_that_are_not_utf8_are_read_with_marks_to_repair(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"prompt": "caf\xe9"}\n')
-    assert _values(path) == [{"prompt": "caf\udce9"}]
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
+@pytest.mark.parametrize("bad", [b"caf\xe9", b"\xe2\x80", b"\xed\xa0\xbd", b"\xff\xfe"])
+def test_a_row_with_bytes_that_are_no_utf8_is_one_reject_that_names_them(tmp_path: Path, name: str, bad: bytes) -> None:
+    """https://github.com/openai/tiktoken/issues/82: its neighbour, text that would be repaired into another one unseen."""
+    path = tmp_path / name
+    if name.endswith("csv"):
+        path.write_bytes(b"n,prompt\n1,caf\xc3\xa9\n2,b" + bad + b"\n3,c\n")
+    else:
+        rows = [b'{"n": "1", "prompt": "caf\xc3\xa9"}', b'{"n": "2", "prompt": "b' + bad + b'"}', b'{"n": "3", "prompt": "c"}']
+        path.write_bytes(b"[" + b",".join(rows) + b"]" if name.endswith("json") else b"\n".join(rows))
+    first, second, third = read_rows(path, name=name, max_row_bytes=1 << 20)
+    assert (first.value, third.value) == ({"n": "1", "prompt": "café"}, {"n": "3", "prompt": "c"})
+    assert second.problem is not None
+    assert second.problem.reason == "not_utf8"
+    assert f"byte 0x{bad[3 if bad[:3] == b'caf' else 0]:02x} at" in str(second.problem)
+    assert second.where == f"{name}:{3 if name.endswith('csv') else 2}"
 
 
 def test_a_late_bad_csv_row_is_named(tmp_path: Path) -> None:
