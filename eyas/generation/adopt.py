@@ -1,8 +1,8 @@
 """Take up responses that another script has already written, so that a run of hours is not thrown away.
 
 Each row of a JSON Lines file is audited by the same rules as a reply of ours: it needs output *ids* (text is never
-tokenised again), the prompt's ids or its exact rendered text, and how it ended. What passes goes into the journal
-as done; what does not stays pending and is generated, with its reason counted here.
+tokenised again), the prompt's ids or its exact rendered text, how it ended, and its reasoning where the target always
+reasons. What passes goes into the journal as done; what does not stays pending and is generated, with its reason counted here.
 """
 
 from __future__ import annotations
@@ -91,12 +91,12 @@ async def _adopt(run: RunFolder, config: RunConfig, name: str, files: list[Path]
                 prompt, reply = auditor.check(raw, where, prompts, by_ids)
                 if dataset.table.states[prompt.index] != PENDING:
                     raise RecordError("already_done", f"{prompt.id} has its outcome")
+                entry = auditor.entry(prompt, reply, where)
             except (RecordError, ReplyError) as error:
                 reason = error.reason
                 audit.refused[reason] += 1
                 audit.examples.setdefault(reason, f"{where}: {error}"[:300])
                 continue
-            entry = auditor.entry(prompt, reply, where)
             await dataset.write(prompt, entry)
             audit.kept += 1
             audit.with_reasoning += entry["spans"]["reasoning"] is not None
@@ -155,9 +155,11 @@ class _Auditor:
         return prompt, reply
 
     def entry(self, prompt: Prompt, reply: Reply, where: str) -> dict[str, Any]:
-        spans = self._renderer.reasoning.split(
-            reply.output_ids, prompt.opens_think, len(prompt.input_ids), finish_reason=reply.finish_reason
-        )
+        """The journal's line of a reply; raises `RecordError` where the reasoning was lost on its way here."""
+        reasoning = self._renderer.reasoning
+        spans = reasoning.split(reply.output_ids, prompt.opens_think, len(prompt.input_ids), finish_reason=reply.finish_reason)
+        if reasoning.always_reasons and spans.reasoning is None:
+            raise RecordError("no_reasoning", "holds no reasoning, and the target always reasons (target.always_reasons)")
         record = Record(start_number=0, url=f"adopted:{where}", rid="", max_new_tokens=prompt.max_new_tokens, started_at=clock())
         provenance = {**record.provenance(), "seed": record_seed(self._config.generation.seed, prompt.id), "is_clamped": False}
         return done_entry(prompt, reply, spans, provenance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from eyas.generation.session import generate
 from eyas.progress import Progress
 from eyas.workspace import RunFolder
 from tests.generation.conftest import tokenized_rows
-from tests.sglang.loopback import LoopbackServer
+from tests.sglang.loopback import CLOSE_ID, LoopbackServer
 from tests.sglang.tiny import END_ID, FIRST_BYTE_ID, tiny_config, write_prompts
 
 BODY = [FIRST_BYTE_ID + 70 + number % 20 for number in range(30)]
@@ -58,8 +59,6 @@ EXPECTED = {
 
 
 async def test_rows_are_kept_or_refused_by_reason_and_only_the_rest_is_generated(target: Path, tmp_path: Path) -> None:
-    import asyncio
-
     config = tiny_config(target, {"a": 60})
     run = RunFolder(tmp_path / "run").create()
     prompts = write_prompts(run, config, "a", 10)
@@ -76,3 +75,28 @@ async def test_rows_are_kept_or_refused_by_reason_and_only_the_rest_is_generated
     assert {payload["rid"].split("-")[1] for payload in server.payloads} == {prompt["id"] for prompt in prompts[3:]}
     assert manifests["a"].counts.done == 10
     assert tokenized_rows(run, "a")[0]["input_ids"] == prompts[0]["input_ids"] + [*BODY, END_ID]
+
+
+async def test_replies_that_lost_their_reasoning_are_generated_again(thinking_target: Path, tmp_path: Path) -> None:
+    """The reference run saved the answers alone: with ids made of them, everything else about such rows looks right."""
+    config = tiny_config(thinking_target, {"a": 60})
+    run = RunFolder(tmp_path / "run").create()
+    prompts = write_prompts(run, config, "a", 4)
+    outputs = [
+        [*BODY[:9], CLOSE_ID, *BODY[9:20], END_ID],
+        [*BODY, END_ID],  # no reasoning
+        [CLOSE_ID, *BODY, END_ID],  # an empty think block
+        (BODY * 10)[:60],  # cut inside of its reasoning
+    ]
+    rows = [
+        {"input_ids": prompt["input_ids"], "output_ids": ids, "finish_reason": "stop" if ids[-1] == END_ID else "length"}
+        for prompt, ids in zip(prompts, outputs, strict=True)
+    ]
+    path = tmp_path / "old.jsonl"
+    path.write_bytes(b"\n".join(json.dumps(row).encode() for row in rows))
+    audit = await asyncio.to_thread(adopt, run, config, "a", [path])
+    assert (audit.kept, audit.with_reasoning, dict(audit.refused)) == (2, 2, {"no_reasoning": 2})
+    assert audit.examples["no_reasoning"].startswith("old.jsonl:2")
+    with LoopbackServer(thinking_target) as server:
+        await generate(run, config, urls=[server.url])
+    assert sorted(payload["rid"].split("-")[1] for payload in server.payloads) == sorted(prompt["id"] for prompt in prompts[1:3])
