@@ -10,6 +10,7 @@ Public reports behind the rows:
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,23 @@ async def test_new_tokens_are_clamped_to_the_context_and_counted(target: Path, t
     assert manifests["a"].figures["clamped"] == 6
     for payload in loopback.payloads:  # SGLang itself cuts at context - 2
         assert len(payload["input_ids"]) + payload["sampling_params"]["max_new_tokens"] == 2046
+
+
+async def test_a_prompt_without_room_is_a_reject_that_names_it_and_is_never_sent(target: Path, tmp_path: Path) -> None:
+    """https://github.com/instructlab/sdg/issues/276: one such row must not end the run, nor go unnamed."""
+    settings = {"canary": 0, "reject_limit": 1.0, **OPEN_GATES}
+    run = RunFolder(tmp_path).create()
+    rows = write_prompts(run, tiny_config(target, {"a": 5000}), "a", 10, with_tools=True)
+    long = {row["id"] for row in rows if row["tools"] != "[]"}
+    longest = max(len(row["input_ids"]) for row in rows if row["id"] not in long)
+    config = tiny_config(target, {"a": 5000}, generation={**settings, "min_new_tokens_room": 2046 - longest})
+    with LoopbackServer(target) as loopback:
+        manifest = (await generate(run, config, urls=[loopback.url]))["a"]
+        assert {payload["rid"].split("-")[1] for payload in loopback.payloads}.isdisjoint(long)
+    assert (manifest.counts.done, manifest.counts.rejected, len(long)) == (8, 2, 2)
+    rejects = [json.loads(line) for line in (run.responses("a") / "rejects.jsonl").read_bytes().split(b"\n") if line]
+    assert {(reject["id"], reject["reason"]) for reject in rejects} == {(id, "no_room") for id in long}
+    assert all("a context of 2048 leaves" in reject["detail"] for reject in rejects)
 
 
 @pytest.mark.parametrize("fault", ["truncated", "nan", "cut"])
