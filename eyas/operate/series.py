@@ -50,7 +50,10 @@ class Throughput:
 
 
 def throughput(run: RunFolder) -> Throughput | None:
-    """From `progress/history.jsonl`: differences of the datasets' token counts, summed over about 120 equal spans of time."""
+    """From `progress/history.jsonl`: differences of the datasets' token counts, summed over at most 120 equal spans.
+
+    A span lasts 15 s at least where the run allows: tokens count as their reply ends, and equal caps end many at once.
+    """
     points: dict[str, list[tuple[float, float]]] = {}
     for message in read_history(run.progress):
         tokens = message.figures.get("tokens")
@@ -60,7 +63,7 @@ def throughput(run: RunFolder) -> Throughput | None:
     ends = [series[-1][0] for series in points.values()]
     if not starts or max(ends) - min(starts) < 2.0:
         return None
-    edges = np.linspace(min(starts), max(ends), min(121, max(3, int((max(ends) - min(starts)) / 4))))
+    edges = np.linspace(min(starts), max(ends), min(121, max(3, int((max(ends) - min(starts)) / 15))))
     totals = np.zeros(len(edges))
     for series in points.values():
         times, tokens_seen = np.array(series).T

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import signal
 import sys
+import time
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from eyas.files import write_json
 from eyas.operate.configs import read_config, recorded_config
 from eyas.operate.keys import server_api_key
 from eyas.operate.phases import PHASES, Phase, require_earlier, require_finished
+from eyas.operate.wording import duration
 from eyas.workspace import RunFolder
 
 FLOW_GRACE_S = 30.0
@@ -36,6 +38,7 @@ def run_verb(options: argparse.Namespace, api_key: str) -> int:
     from eyas.operate.preflight import preflight
     from eyas.operate.terminal import terminal
 
+    began = time.monotonic()
     config = read_config(options)
     preflight(options.run, config, api_key=server_api_key(config, api_key))
     run = RunFolder(options.run)
@@ -61,7 +64,7 @@ def run_verb(options: argparse.Namespace, api_key: str) -> int:
     if code < 0:
         raise EyasError(f"the run's process was killed by signal {-code} (log {log}); run the same command again to continue")
     if code == 0:
-        _show_result(run, opens=options.open)
+        show_result(run, took_s=time.monotonic() - began, opens=options.open)
     return code
 
 
@@ -328,14 +331,15 @@ def report_verb(options: argparse.Namespace, api_key: str) -> int:
     return 0
 
 
-def _show_result(run: RunFolder, *, opens: bool) -> None:
-    """What a finished run has come to: phases, curves, figures, the draft's folder and the report's."""
+def show_result(run: RunFolder, *, took_s: float, opens: bool) -> None:
+    """What a finished run has come to: phases, curves, figures, folders, and how long this command took with all it started."""
     from eyas.operate.screen import render_result
 
     _console().print(render_result(run))
     if (run.export / "config.json").is_file():
         print(f"draft: {run.export}   (what SGLang and vLLM load)")
     print(f"report: {run.root / 'report.html'}")
+    print(f"in all: {duration(took_s)}, the start of servers included")
     if opens:
         _open(run.root / "report.html")
 
@@ -359,6 +363,7 @@ def _run_phases(options: argparse.Namespace, api_key: str, phases: Sequence[Phas
     from eyas.target.lightly import leave_torch_out
     from eyas.target.spec import load_target
 
+    began = time.monotonic()
     config = read_config(options)
     key = server_api_key(config, api_key)
     if options.dry_run:
@@ -374,7 +379,7 @@ def _run_phases(options: argparse.Namespace, api_key: str, phases: Sequence[Phas
         run_pipeline(run, config, phases=phases, report=screen.report, api_key=key, say=screen.say, ask=ask_on_terminal)
     _, html = write_report(run)
     if options.verb == "run":
-        _show_result(run, opens=options.open)
+        show_result(run, took_s=time.monotonic() - began, opens=options.open)
     else:
         print(f"done: {', '.join(phases)}; report: {html}")
     return 0

@@ -18,6 +18,7 @@ from eyas.manifest import load_manifest
 from eyas.operate.messages import read_history
 from eyas.operate.screen import describe_end, render_result, render_status
 from eyas.operate.status import RunStatus, covered_s, read_status
+from eyas.operate.verbs import show_result
 from eyas.progress import Progress, recorder
 from eyas.workspace import RunFolder
 
@@ -95,6 +96,15 @@ def test_the_end_of_a_run_says_what_it_came_to(finished_run: RunFolder) -> None:
         "training: best accept length",
     ):
         assert part in text
+
+
+def test_the_end_of_a_command_names_the_draft_the_report_and_the_whole_time(
+    finished_run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_result(finished_run, took_s=200.0, opens=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [f"report: {finished_run.root / 'report.html'}", "in all: 3 min, the start of servers included"]
+    assert any(line.startswith(f"draft: {finished_run.export}") for line in lines)
 
 
 def test_new_run(run: RunFolder) -> None:
