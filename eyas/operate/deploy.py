@@ -16,6 +16,7 @@ from eyas.errors import ArtifactError, EyasError
 from eyas.files import read_json, write_json
 from eyas.manifest import Manifest, now, verify_manifest
 from eyas.operate.hosts import Draft, Say, TargetHost, host_of
+from eyas.sglang.identity import FINGERPRINT_NAME, kept_fingerprint
 from eyas.speculate.canary import canary
 from eyas.speculate.deploy import Check, Decision, decide
 from eyas.speculate.results import Row, SetMeasurement
@@ -47,8 +48,8 @@ def deploy_run(run: RunFolder, config: RunConfig, *, api_key: str = "", say: Say
 def deploy(run: RunFolder, config: RunConfig, host: TargetHost, *, api_key: str = "", say: Say = print) -> Deployment:
     """Serve the draft if every check holds; otherwise the host serves the target alone. The host is left serving.
 
-    Raises `ArtifactError`, and switches nothing, where the benchmark is missing or damaged, or the draft is not the one that
-    it measured or one of another target; and whatever the way back raises.
+    Raises `ArtifactError`, and switches nothing, where the benchmark or generation's fingerprint of the target is missing or
+    damaged, or the draft is not the one that was measured or one of another target; and whatever the way back raises.
     """
     manifest = verify_manifest(run.benchmark)
     measured = Decision.model_validate(_results(run)["deployment"])
@@ -58,11 +59,11 @@ def deploy(run: RunFolder, config: RunConfig, host: TargetHost, *, api_key: str 
         return _record(run, measured, "nothing was switched")
     spec = load_target(config.target)
     check_measured(run, spec, manifest)
-    rows = canary_rows(run, manifest)
+    rows, at_generation = canary_rows(run, manifest), kept_fingerprint(run.root / FINGERPRINT_NAME)
     checks: list[Check] = []
     try:
         for url in host.enter("draft", draft=Draft(export, config.benchmark.shape)):
-            checks += canary(url, rows, config, spec, export, api_key=api_key)
+            checks += canary(url, rows, config, spec, export, at_generation=at_generation, api_key=api_key)
     except EyasError as error:
         checks.append(Check(name="service", holds=False, seen=str(error), wanted="servers that answer with the draft"))
     decision = decide(checks)

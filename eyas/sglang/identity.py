@@ -3,7 +3,8 @@
 The fingerprint is the greedy continuation, with log-probabilities, of 16 fixed prompts. It is taken twice, all
 together and in two halves, because batching alone moves log-probabilities: the largest difference between the
 two is the measured noise. Two fingerprints agree if ids are equal, or first differ where the two candidates are
-as close as the noise allows. It costs 512 tokens.
+as close as the noise allows. It costs 512 tokens. Generation keeps the first one; every server that joins it, and the one that
+is to serve the draft, must agree with it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from eyas.errors import ConfigError, ServerError
+from eyas.errors import ArtifactError, ConfigError, ServerError
 from eyas.files import digest_json, read_json, write_json
 from eyas.sglang.client import RequestRefused, SGLangClient
 from eyas.sglang.config import ServerConfig
@@ -75,11 +76,11 @@ class TargetFingerprint(BaseModel):
         """Largest |Δ log-probability| that counts as the same target, in nats."""
         return max(LEAST_TOLERANCE, 3 * self.noise)
 
-    def differences(self, other: TargetFingerprint) -> list[str]:
-        """What differs beyond the noise of both, in words; empty for the same target."""
+    def differences(self, other: TargetFingerprint, *, noise: float = 0.0) -> list[str]:
+        """What differs beyond the noise of both, and beyond `noise` (nats) between them, in words; empty for the same target."""
         if self.prompts_digest != other.prompts_digest:
             return ["the fixed prompts render to other ids: tokenizer or chat template differ"]
-        tolerance = max(self.tolerance, other.tolerance)
+        tolerance = max(self.tolerance, other.tolerance, noise)
         pairs = zip(self.entries, other.entries, strict=True)
         return [line for index, (mine, theirs) in enumerate(pairs) if (line := _difference(index, mine, theirs, tolerance))]
 
@@ -203,8 +204,18 @@ async def prove_same_target(client: SGLangClient, renderer: Renderer, path: Path
     return stored
 
 
+def kept_fingerprint(path: Path) -> TargetFingerprint:
+    """The fingerprint that generation left at `path`; raises `ArtifactError` if it is missing or damaged."""
+    if not path.is_file():
+        raise ArtifactError(f"{path} is missing: nothing tells what the target computed at generation; restore it from a copy")
+    try:
+        return TargetFingerprint.model_validate(read_json(path))
+    except ValidationError as error:
+        raise ArtifactError(f"{path} is no fingerprint ({error.errors()[0]['msg']}); restore it from a copy") from error
+
+
 def _load_or_store(path: Path, taken: TargetFingerprint) -> TargetFingerprint:
     if path.is_file():
-        return TargetFingerprint.model_validate(read_json(path))
+        return kept_fingerprint(path)
     write_json(path, taken.model_dump())
     return taken

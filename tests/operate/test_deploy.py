@@ -15,13 +15,21 @@ from eyas.errors import ArtifactError, ServerError
 from eyas.manifest import load_manifest
 from eyas.operate.deploy import deploy
 from eyas.operate.hosts import Draft
+from eyas.sglang.identity import FINGERPRINT_NAME
 from eyas.speculate.benchmark import benchmark
 from eyas.target.config import TargetConfig
 from eyas.workspace import RunFolder
 from tests.speculate.conftest import VOCAB, FakeEngine, model, served
-from tests.speculate.test_benchmark import Stage, run, target_folder, write_export_manifests
+from tests.speculate.fitted_run import keep_fingerprint
+from tests.speculate.test_benchmark import Stage, run, write_export_manifests
+from tests.speculate.test_embedded import save_target
 
-__all__ = ["model", "run", "target_folder"]  # fixtures
+__all__ = ["model", "run"]  # fixtures
+
+
+@pytest.fixture(scope="module")
+def target_folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(model, tmp_path_factory.mktemp("target")).folder
 
 
 class Host:
@@ -61,6 +69,7 @@ def scene(model: Any, run: RunFolder, target_folder: Path) -> Iterator[Scene]:
             update={"benchmark": scene.config.benchmark.model_copy(update={"accept_floor": 1.0, "prediction_tolerance": 0.2})}
         )
         scene.host = Host({"draft": on_url, "generate": off_url})
+        keep_fingerprint(scene.run, scene.config, off_url)
         benchmark(scene.run, scene.config)
         yield scene
 
@@ -77,6 +86,24 @@ def test_a_wrong_canary_reply_rolls_back_to_the_target_alone(scene: Scene) -> No
     assert scene.host.modes == ["draft K=3", "generate alone"]
     assert "canary replies: 5 of 5 wrong" in scene.record["reason"]
     assert scene.record["outcome"].startswith("rolled back")
+
+
+def test_a_server_that_computes_something_else_than_at_generation_is_rolled_back(scene: Scene) -> None:
+    scene.on.model = copy.deepcopy(scene.on.model)
+    scene.on.model.lm_head.weight.data.mul_(2)  # the same replies from other probabilities
+    assert not scene.deploy().serves_draft
+    assert scene.host.modes == ["draft K=3", "generate alone"]
+    assert [check["name"] for check in scene.record["checks"] if not check["holds"]] == ["target"]
+    assert "target: prompt 0 token 0: log-probabilities" in scene.record["reason"]
+
+
+def test_without_the_fingerprint_of_generation_nothing_is_switched(scene: Scene) -> None:
+    path = scene.run.root / FINGERPRINT_NAME
+    for content in ("{}", None):
+        path.write_text(content) if content else path.unlink()
+        with pytest.raises(ArtifactError, match=FINGERPRINT_NAME):
+            scene.deploy()
+    assert scene.host.modes == []
 
 
 def test_servers_that_never_come_up_with_the_draft_are_rolled_back(scene: Scene) -> None:

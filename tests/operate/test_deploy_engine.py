@@ -14,7 +14,7 @@ from eyas.operate.deploy import deploy
 from eyas.operate.hosts import Draft, EmbeddedHost
 from eyas.speculate.benchmark import benchmark
 from tests.speculate.conftest import model
-from tests.speculate.fitted_run import fitted_run
+from tests.speculate.fitted_run import fitted_run, keep_fingerprint
 
 __all__ = ["model"]  # a fixture
 
@@ -38,6 +38,8 @@ class Stale(EmbeddedHost):
 @pytest.mark.soak
 def test_a_right_draft_serves_and_a_broken_one_is_rolled_back(model: Any, tmp_path: Path) -> None:
     run, config = fitted_run(model, tmp_path)
+    with EmbeddedHost(run, config).serving("generate") as urls:
+        keep_fingerprint(run, config, urls[0])
     benchmark(run, config)
     for host, serves in ((EmbeddedHost(run, config), True), (Stale(run, config), False)):
         try:

@@ -79,8 +79,9 @@ class FakeEngine:
         self.requests.append(body)
         self.keys.append(request.headers.get("authorization", ""))
         sampling = body["sampling_params"]
-        ids = self.change(greedy(self.model, body["input_ids"], sampling["max_new_tokens"], sampling["stop_token_ids"]))
-        is_stopped = ids[-1] in sampling["stop_token_ids"]
+        stop = sampling.get("stop_token_ids", [2])  # the fingerprint leaves it to the server
+        ids = self.change(greedy(self.model, body["input_ids"], sampling["max_new_tokens"], stop))
+        is_stopped = ids[-1] in stop
         meta: dict[str, Any] = {
             "id": body["rid"],
             "finish_reason": {"type": "stop", "matched": ids[-1]} if is_stopped else {"type": "length", "length": len(ids)},
@@ -92,7 +93,8 @@ class FakeEngine:
             verifications = -(-(len(ids) - 1) // (1 + self.accepted))
             meta |= {"spec_verify_ct": verifications, "spec_num_correct_drafts": verifications * self.accepted}
         if body.get("return_logprob"):
-            meta["output_top_logprobs"] = top_logprobs(self.model, body["input_ids"], ids, body["top_logprobs_num"])
+            top = top_logprobs(self.model, body["input_ids"], ids, body["top_logprobs_num"])
+            meta |= {"output_top_logprobs": top, "output_token_logprobs": [step[0] for step in top]}
         return JSONResponse({"text": "", "output_ids": ids, "meta_info": meta | self.meta_changes}, status_code=self.status)
 
     async def server_info(self, request: Request) -> JSONResponse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,11 @@ import pyarrow.parquet as pq
 from eyas.config import RunConfig
 from eyas.files import digest_file, write_json
 from eyas.manifest import Counts, Manifest
+from eyas.sglang.client import SGLangClient
+from eyas.sglang.identity import FINGERPRINT_NAME, prove_same_target
+from eyas.target.rendering import Renderer
+from eyas.target.spec import load_target
+from eyas.target.tokenizer import load_tokenizer
 from eyas.workspace import RunFolder
 from tests.speculate.test_benchmark import write_export_manifests
 from tests.speculate.test_embedded import CAP, PROMPTS, K, fit_draft, save_target
@@ -46,3 +52,15 @@ def fitted_run(model: Any, root: Path, **benchmark: Any) -> tuple[RunFolder, Run
     )
     write_json(run.run_json, {"config": config.model_dump(mode="json")})
     return run, config
+
+
+def keep_fingerprint(run: RunFolder, config: RunConfig, url: str) -> None:
+    """What generation leaves of its server at `url`."""
+    spec = load_target(config.target)
+    renderer = Renderer(spec, load_tokenizer(spec), config.target)
+
+    async def take() -> None:
+        async with SGLangClient(url, config.server) as client:
+            await prove_same_target(client, renderer, run.root / FINGERPRINT_NAME)
+
+    asyncio.run(take())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import shutil
 from pathlib import Path
@@ -12,13 +13,17 @@ from safetensors.torch import load_file, save_file
 
 from eyas.config import RunConfig
 from eyas.engine.process import EngineProcess
+from eyas.sglang.client import SGLangClient
+from eyas.sglang.identity import TargetFingerprint, take_fingerprint
 from eyas.speculate.canary import canary
 from eyas.speculate.deploy import Check, decide
 from eyas.speculate.layers import layer_check
 from eyas.speculate.loops import loop_free_tokens
 from eyas.speculate.predict import Predictor
 from eyas.speculate.results import Row
+from eyas.target.rendering import Renderer
 from eyas.target.spec import TargetSpec
+from eyas.target.tokenizer import load_tokenizer
 from tests.speculate.conftest import greedy
 from tests.speculate.test_embedded import CAP, PROMPTS, K, fit_draft, save_target
 
@@ -50,12 +55,28 @@ class Deployed:
             for prompt, reply, cap, count in zip(PROMPTS, replies, free, predicted, strict=True)
         ]  # fmt: skip
 
-    def checks(self, served: Path, config: RunConfig | None = None) -> dict[str, Check]:
-        """What the canary says of an engine that serves the draft in `served`."""
-        config = config or self.config
-        with EngineProcess(self.spec.folder, config=config.server.engine, draft_dir=served, num_draft_tokens=K) as process:
-            found = canary(process.url, self.rows, config, self.spec, served)
+        self.at_generation = self.fingerprint(self.config)
+
+    def fingerprint(self, config: RunConfig) -> TargetFingerprint:
+        """What generation keeps of an engine without a draft."""
+        renderer = Renderer(self.spec, load_tokenizer(self.spec), config.target)
+
+        async def take(url: str) -> TargetFingerprint:
+            async with SGLangClient(url, config.server) as client:
+                return await take_fingerprint(client, renderer)
+
+        with EngineProcess(self.spec.folder, config=config.server.engine) as process:
+            return asyncio.run(take(process.url))
+
+    def canary(self, url: str, served: Path, config: RunConfig | None = None) -> dict[str, Check]:
+        found = canary(url, self.rows, config or self.config, self.spec, served, at_generation=self.at_generation)
         return {check.name: check for check in found}
+
+    def checks(self, served: Path, config: RunConfig | None = None, target: Path | None = None) -> dict[str, Check]:
+        """What the canary says of an engine that serves `target` with the draft in `served`."""
+        engine = (config or self.config).server.engine
+        with EngineProcess(target or self.spec.folder, config=engine, draft_dir=served, num_draft_tokens=K) as process:
+            return self.canary(process.url, served, config)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +97,18 @@ def deployed(lively: Any, tmp_path_factory: pytest.TempPathFactory) -> Deployed:
 def test_every_check_of_a_right_deployment_holds(deployed: Deployed) -> None:
     checks = deployed.checks(deployed.export)
     assert [check for check in checks.values() if not check.holds] == []
-    assert {"canary replies", "accept length", "prediction", "layers", "speculative_num_steps"} <= set(checks)
+    assert {"target", "canary replies", "accept length", "prediction", "layers", "speculative_num_steps"} <= set(checks)
+
+
+def test_a_target_of_the_same_replies_and_other_probabilities_is_seen(deployed: Deployed, lively: Any, tmp_path: Path) -> None:
+    """As a head that was quantised or scaled: nothing at temperature 0 tells it from the target of the generation."""
+    other = copy.deepcopy(lively)
+    other.lm_head.weight.data.mul_(1.5)
+    shutil.copytree(deployed.spec.folder, tmp_path / "target")
+    other.save_pretrained(tmp_path / "target")
+    checks = deployed.checks(deployed.export, target=tmp_path / "target")
+    assert [check.name for check in checks.values() if not check.holds] == ["target"]
+    assert "log-probabilities" in checks["target"].seen
 
 
 def test_shifted_layer_ids_are_seen_in_the_counts(deployed: Deployed, lively: Any) -> None:
@@ -103,6 +135,7 @@ def test_ties_of_bf16_are_no_alarm(deployed: Deployed) -> None:
     server = deployed.config.server.model_copy(update={"engine": engine})
     config = deployed.config.model_copy(update={"benchmark": benchmark, "server": server})
     checks = deployed.checks(deployed.export, config)
+    assert checks["target"].holds
     assert checks["layers"].holds
     assert "+0: 0" in checks["layers"].seen
 
@@ -116,7 +149,7 @@ def test_a_server_that_holds_other_weights_under_the_right_path_is_seen(deployed
     engine = deployed.config.server.engine
     with EngineProcess(deployed.spec.folder, config=engine, draft_dir=served, num_draft_tokens=K) as process:
         shutil.copy(deployed.export / "model.safetensors", served)
-        checks = {check.name: check for check in canary(process.url, deployed.rows, deployed.config, deployed.spec, served)}
+        checks = deployed.canary(process.url, served)
     assert checks["canary replies"].holds
     assert not checks["accept length"].holds
     assert not checks["prediction"].holds
@@ -128,6 +161,6 @@ def test_a_server_that_holds_other_weights_under_the_right_path_is_seen(deployed
 def test_server_with_another_draft_gets_no_prompt(deployed: Deployed, tmp_path: Path) -> None:
     engine = deployed.config.server.engine
     with EngineProcess(deployed.spec.folder, config=engine, draft_dir=deployed.export, num_draft_tokens=K) as process:
-        found = canary(process.url, deployed.rows, deployed.config, deployed.spec, tmp_path / "another")
-    assert [check.name for check in found if not check.holds] == ["speculative_draft_model_path"]
-    assert "canary replies" not in {check.name for check in found}
+        checks = deployed.canary(process.url, tmp_path / "another")
+    assert [check.name for check in checks.values() if not check.holds] == ["speculative_draft_model_path"]
+    assert not {"target", "canary replies"} & set(checks)
