@@ -19,7 +19,7 @@ from eyas.workspace import RunFolder
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "deepspeed", "tests.draft.ranks"])
-TIMEOUT_S = 120
+TIMEOUT_S = 1200.0
 
 
 def free_port() -> int:

@@ -20,7 +20,7 @@ from eyas.draft.train import Interrupted, main, train
 from eyas.draft.trainer import DUMP
 from eyas.operate.children import child_process, is_alive
 from eyas.workspace import RunFolder
-from tests.draft.ranks import curve, free_port, train_in_ranks
+from tests.draft.ranks import TIMEOUT_S, curve, free_port, train_in_ranks
 from tests.draft.runs import learnable_records, run_config, write_run, write_target
 
 # 30 records in batches of two, four batches a step: each epoch's last step has fewer batches than the others
@@ -118,9 +118,9 @@ def write_config(run: RunFolder, settings: RunConfig) -> list[str]:
 
 
 def wait_for_steps(run: RunFolder, steps: int) -> None:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + TIMEOUT_S
     while not (run.draft / METRICS).is_file() or (run.draft / METRICS).read_bytes().count(b'"kind":"train"') < steps:
-        assert time.monotonic() < deadline, f"no {steps} steps within 240 s"
+        assert time.monotonic() < deadline, f"no {steps} steps within {TIMEOUT_S:.0f} s"
         time.sleep(0.05)
 
 
@@ -137,9 +137,9 @@ def test_the_processes_of_a_launch_save_and_end_with_it(run: RunFolder, target: 
         wait_for_steps(run, 3)
         ranks = children_of(child.pid)
         child.send_signal(number)
-        child.wait(timeout=240)
+        child.wait(timeout=TIMEOUT_S)
     assert len(ranks) >= 2
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + TIMEOUT_S
     while any(is_alive(pid) for pid in ranks):
         assert time.monotonic() < deadline, "a rank outlived its launcher"
         time.sleep(0.05)
@@ -176,7 +176,7 @@ def test_other_launchers_start_the_same_training(run: RunFolder, alone: RunFolde
         "deepspeed": [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--module", *command[1:]],
     }[launcher]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(start, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(start, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_same_curve(run, alone)
 
@@ -187,6 +187,6 @@ def test_two_hosts_meet_and_train_together(run: RunFolder, alone: RunFolder, tar
     command = write_config(run, config(target, hosts=2, zero_stage=3, rendezvous=f"127.0.0.1:{free_port()}"))
     hosts = [subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE) for _ in range(2)]
     for host in hosts:
-        _, stderr = host.communicate(timeout=240)
+        _, stderr = host.communicate(timeout=TIMEOUT_S)
         assert host.returncode == 0, stderr.decode()[-3000:]
     assert_same_curve(run, alone)
