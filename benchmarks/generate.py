@@ -14,7 +14,6 @@ import cProfile
 import hashlib
 import json
 import pstats
-import resource
 import subprocess
 import sys
 import tempfile
@@ -28,9 +27,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eyas.generation.session import generate
+from eyas.config import RunConfig
+from eyas.target.lightly import leave_torch_out
+from eyas.target.spec import load_target
 from eyas.workspace import RunFolder
-from tests.sglang.tiny import build_target, tiny_config, write_prompts
 
 ROOT = Path(__file__).parents[1]
 MEAN_TOKENS = 1416
@@ -45,9 +45,24 @@ def start_server(target: Path, stack: list[subprocess.Popen[str]]) -> str:
 
 
 def bench_eyas(folder: Path, target: Path, url: str, count: int) -> None:
+    """Generate in a process of its own, which loads what `eyas generate` loads, then again a part of it under a profile."""
+    from tests.sglang.tiny import tiny_config, write_prompts
+
     config = tiny_config(target, {"a": 12_000}, generation={"canary": 16}, server={"max_concurrency": 128})
-    run = RunFolder(folder).create()
-    write_prompts(run, config, "a", count)
+    write_prompts(RunFolder(folder).create(), config, "a", count)
+    write_prompts(RunFolder(folder.with_name("profiled")).create(), config, "a", min(count, 1000))
+    (folder / "config.json").write_text(config.model_dump_json())
+    subprocess.run([sys.executable, "-m", "benchmarks.generate", "--child", str(folder), "--url", url], check=True, cwd=ROOT)
+
+
+def run_child(folder: Path, url: str) -> None:
+    """The measured process."""
+    config = RunConfig.model_validate_json((folder / "config.json").read_text())
+    leave_torch_out(load_target(config.target))  # as `eyas generate` does
+    from eyas.generation.session import generate
+
+    run = RunFolder(folder)
+    count = pq.ParquetFile(run.prompts("a") / "prompts.parquet").metadata.num_rows
     profile = cProfile.Profile()  # by the clock: asking for CPU time at every call is a system call, six times the work itself
     wall, cpu = time.monotonic(), time.process_time()
     asyncio.run(generate(run, config, urls=[url]))
@@ -55,11 +70,11 @@ def bench_eyas(folder: Path, target: Path, url: str, count: int) -> None:
     print(
         f"eyas: {count} records, {wall:.1f} s wall, {cpu:.1f} cpu-s: {count / cpu:.0f} records per cpu-s, {count / wall:.0f} per s"
     )
-    print(f"peak RSS {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")
-    again = RunFolder(folder.with_name("profiled")).create()
-    write_prompts(again, config, "a", min(count, 1000))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    memory = {line.split(":")[0]: int(line.split()[1]) * 1024 / 1e6 for line in lines if line.endswith("kB")}
+    print(f"memory: {memory['VmHWM']:.0f} MB at its peak, {memory['RssFile']:.0f} MB of them pages of libraries")
     profile.enable()
-    asyncio.run(generate(again, config, urls=[url]))
+    asyncio.run(generate(RunFolder(folder.with_name("profiled")), config, urls=[url]))
     profile.disable()
     stages(profile, 1000 * cpu / count)
 
@@ -140,16 +155,26 @@ def bench_memory(folder: Path, count: int) -> None:
         "before = rss(); table = PromptTable(Path(sys.argv[1])); print(before, rss())"
     )
     answer = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    before, after = (int(value) / 1024 for value in answer.split())
-    each = (after - before) * 2**20 / count
-    print(f"memory: {count} prompts take {after - before:.0f} MB ({each:.1f} B each) over {before:.0f} MB of imports and tokenizer")
+    before, after = (int(value) * 1024 / 1e6 for value in answer.split())
+    each = (after - before) * 1e6 / count
+    print(
+        f"memory: {count} prompts take {after - before:.0f} MB ({each:.1f} B each) over {before:.0f} MB of imports and tokenizer "
+        f"(goal: at most {200 + 16 * count / 1e6:.0f} MB in all)"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=int, default=3000)
     parser.add_argument("--memory", type=int, default=10_000_000, help="prompts of the memory measurement; 0 leaves it out")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--url", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.child:
+        run_child(options.child, options.url)
+        return
+    from tests.sglang.tiny import build_target  # with transformers, which the measured process must load in its own way
+
     processes: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

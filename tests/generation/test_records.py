@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eyas.generation.records import PromptTable
+from eyas.generation.records import PromptTable, conversations
 
 MEASURED = """
 import sys
@@ -51,14 +51,28 @@ def test_a_prompt_costs_few_bytes_and_rows_are_not_read_ahead(tmp_path: Path) ->
     command = [sys.executable, "-c", MEASURED, str(tmp_path / "small.parquet"), str(tmp_path / "large.parquet")]
     table, rows = (line.split() for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines())
     assert table[0] == "40000"
-    assert float(table[1]) < 25  # 17 bytes a prompt, the rest are buffers
+    assert float(table[1]) < 25  # 13 bytes a prompt, the rest are buffers
     assert rows[0] == ids[-1]
     assert float(rows[1]) < 40  # the ids alone are 64 MB once read
 
 
 def test_ids_are_found_even_where_their_first_halves_are_equal(tmp_path: Path) -> None:
-    ids = [f"{5:016x}{tail:016x}" for tail in range(4)] + [f"{6:016x}{0:016x}"]
+    ids = [f"{5:016x}{tail:08x}{0:08x}" for tail in range(4)] + [f"{6:016x}{0:016x}"]
     pq.write_table(pa.table({"id": ids}), tmp_path / "prompts.parquet")
     table = PromptTable(tmp_path / "prompts.parquet")
     assert [table.find(record_id) for record_id in ids] == [0, 1, 2, 3, 4]
-    assert [table.find(wrong) for wrong in (f"{5:016x}{9:016x}", f"{4:016x}{0:016x}", "no id", "ab")] == [-1] * 4
+    assert [table.find(wrong) for wrong in (f"{5:016x}{9:08x}{0:08x}", f"{4:016x}{0:016x}", "no id", "ab", "")] == [-1] * 5
+
+
+def test_the_conversations_of_some_rows_come_in_order_and_without_pandas(tmp_path: Path) -> None:
+    """pandas would be 45 MB of a process that generates for days."""
+    rows = [{"messages": f'[{{"role":"user","content":"{row}"}}]', "tools": "[]", "input_ids": [row]} for row in range(600)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "prompts.parquet")
+    wanted = [([{"role": "user", "content": str(row)}], [], [row]) for row in (0, 255, 256, 599)]
+    assert conversations(tmp_path / "prompts.parquet", [599, 256, 0, 255]) == wanted
+    code = (
+        "import sys; from pathlib import Path; import eyas.generation.session; from eyas.generation.records import conversations\n"
+        "print(len(conversations(Path(sys.argv[1]), [0, 300])), 'pandas' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "prompts.parquet")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == ["2", "False"]
