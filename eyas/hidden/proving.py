@@ -5,16 +5,24 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import psutil
 import torch
 
 from eyas.config import RunConfig
-from eyas.errors import ArtifactError
+from eyas.errors import ArtifactError, ConfigError
 from eyas.files import read_json, write_json
 from eyas.generation.sampling import resolve_sampling
 from eyas.hidden.kind import StoreKind
 from eyas.hidden.locks import held
 from eyas.hidden.plan import checked_lines, record_rules
-from eyas.hidden.probe import ProbeReply, check_blocks, check_greedy, probe_states
+from eyas.hidden.probe import (
+    MAX_SERVER_STATE_ERROR,
+    MAX_STATE_ERROR,
+    ProbeReply,
+    check_blocks,
+    check_greedy,
+    probe_states,
+)
 from eyas.hidden.sources.protocol import Source
 from eyas.hidden.sources.transformers import TransformersSource
 from eyas.manifest import MANIFEST_NAME
@@ -25,6 +33,7 @@ from eyas.workspace import RunFolder
 
 PROBE_NAME = "probe.json"
 _PLAIN_REPLIES = 2
+_MEMORY_SHARE = 0.7
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +73,30 @@ def _prove(run: RunFolder, config: RunConfig, spec: TargetSpec, source: Source) 
         figures |= check_greedy(states, replies, head, spec, config.hidden.min_greedy_agreement)
     else:
         logger.warning("no reply was generated at temperature 0 (prompts.heldout_share is 0): greedy agreement is not proven")
-    if isinstance(source, TransformersSource):
+    plain = source if isinstance(source, TransformersSource) else _plain_target(spec)
+    if plain is not None:
+        largest = MAX_STATE_ERROR if plain is source else MAX_SERVER_STATE_ERROR
         checks = [
-            check_blocks(state, source.plain_forward(reply.tokens), spec)
+            check_blocks(state, plain.plain_forward(reply.tokens), spec, largest)
             for state, reply in list(zip(states, replies, strict=True))[:_PLAIN_REPLIES]
         ]
         figures["state_errors"] = {name: max(check[name] for check in checks) for name in checks[0]}
     return figures
+
+
+def _plain_target(spec: TargetSpec) -> TransformersSource | None:
+    """The target in this process, to compare a server's states with; None, with a warning, where it cannot be loaded here."""
+    need_bytes = sum(path.stat().st_size for path in spec.folder.glob("*.safetensors"))
+    have_bytes = psutil.virtual_memory().available
+    if need_bytes > have_bytes * _MEMORY_SHARE:
+        reason = f"its weights are {need_bytes / 1e9:.1f} GB, {have_bytes / 1e9:.1f} GB of memory are available"
+    else:
+        try:
+            return TransformersSource(spec, dtype=spec.dtype, batch_tokens=1)
+        except ConfigError as error:
+            reason = str(error)
+    logger.warning("blocks are not compared with a plain forward of the target: %s; the final state is proven", reason)
+    return None
 
 
 def probe_replies(run: RunFolder, config: RunConfig, spec: TargetSpec) -> tuple[list[ProbeReply], bool]:

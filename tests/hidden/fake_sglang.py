@@ -2,7 +2,8 @@
 
 States come from a plain forward of the tiny target; with a sink they go through the real plugin's `capture`.
 Faults: `prefix_cache` drops the rows of a common head, `no_plugin` writes no file, `busy` answers 503 once, `other_ids` gives
-the states of other ids beside the right token, `truncates` reads two ids fewer, `other_rid` answers another request.
+the states of other ids beside the right token, `other_request` those and their token, `shifted_layers` the aux states of the
+blocks before, `truncates` reads two ids fewer, `other_rid` answers another request.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ def fake_sglang(
             if fault == "truncates":
                 ids = ids[2:]
             with forward:
-                token = greedy(target, ids, 1)[-1]
-                aux, final = plain_states(target, ids[1:] + ids[:1] if fault == "other_ids" else ids)
+                other = ids[1:] + ids[:1]
+                token = greedy(target, other if fault == "other_request" else ids, 1)[-1]
+                blocks = (0, 2, 3) if fault == "shifted_layers" else (1, 3, 4)
+                aux, final = plain_states(target, other if fault in ("other_ids", "other_request") else ids, blocks)
             cached = 4 if fault == "prefix_cache" else 0
             rows: list[Any] = (aux if mode == "aux" else final)[cached:].tolist()
             if sink is not None and fault != "no_plugin":

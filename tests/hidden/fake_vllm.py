@@ -2,7 +2,8 @@
 
 States come from a plain forward of the tiny target: inputs of blocks 2, 4, 5 and the last block's output before
 the norm. The file appears a moment after the answer, under its lock. Faults: `busy` answers 503 once,
-`prefix_cache` leaves out a head, `other_ids` writes another prompt's ids, `no_connector` writes nothing, `refuses` answers 400.
+`prefix_cache` leaves out a head, `other_ids` writes another prompt's ids, `no_connector` writes nothing, `refuses` answers 400,
+`shifted_layers` gives the inputs of the blocks before.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from tests.hidden.tiny import load_plain
 
 
 @torch.inference_mode()
-def block_inputs(target: Path, ids: list[int]) -> torch.Tensor:
+def block_inputs(target: Path, ids: list[int], shift: int = 0) -> torch.Tensor:
     """[T, 4, H] bf16; the last is taken by a hook, since transformers gives its own last state after the norm."""
     model, caught = load_plain(target).model, []
     handle = model.norm.register_forward_pre_hook(lambda module, given: caught.append(given[0]))
     states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
     handle.remove()
-    return torch.stack([states[2][0], states[4][0], states[5][0], caught[0][0]], 1).bfloat16()
+    return torch.stack([*(states[block + shift][0] for block in (2, 4, 5)), caught[0][0]], 1).bfloat16()
 
 
 @contextmanager
@@ -58,7 +59,7 @@ def fake_vllm(target: Path, sink: Path, *, fault: str = "") -> Iterator[str]:
             ids, path = body["prompt"], sink / f"cmpl-{len(seen)}-{threading.get_ident()}.safetensors"
             assert (body["model"], body["max_tokens"]) == ("tiny", 1)
             with forward:
-                states = block_inputs(target, ids)
+                states = block_inputs(target, ids, shift=-1 if fault == "shifted_layers" else 0)
             if fault == "prefix_cache":
                 states = states[4:].contiguous()
             shown = [7 for _ in ids] if fault == "other_ids" else ids

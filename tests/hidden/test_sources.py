@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.errors import ConfigError
+from eyas.config import RunConfig
+from eyas.errors import ConfigError, GateError
+from eyas.files import read_json
 from eyas.hidden.extract import extract
 from eyas.hidden.sources.protocol import Source
 from eyas.hidden.sources.sglang import SglangSource
@@ -145,15 +147,61 @@ def test_missing_servers_are_a_configuration_error(target: Path) -> None:
         SglangSource([], final_urls=[], sink=None, spec=load_target(TargetConfig(model=str(target))), concurrency=1)
 
 
-def test_a_run_extracts_from_sglang(tiny: TinyRun, tmp_path: Path) -> None:
-    rows = tiny.write_greedy("a", 5)
+@pytest.fixture(params=["sglang over HTTP", "sglang with the plugin", "vllm"])
+def faulty_run(request: pytest.FixtureRequest, tiny: TinyRun, tmp_path: Path) -> Iterator[Callable[[str], RunConfig]]:
+    """Starts the servers of a source, with a fault, and gives the config of a run over them."""
     sink = tmp_path / "sink"
     sink.mkdir()
-    with fake_sglang(tiny.target, mode="aux", sink=sink) as url:
-        settings = {"source": "sglang", "sink": str(sink), "probe_records": 3, "disk_reserve_bytes": 0}
-        sampling = {"sampling": {"temperature": 0.0}}
-        config = tiny.config("a", server={"kind": "sglang", "urls": [url]}, hidden=settings, generation=sampling)
-        manifest = extract(tiny.run, config)
+    with ExitStack() as stack:
+
+        def start(fault: str) -> RunConfig:
+            hidden = {"source": "sglang", "probe_records": 3, "disk_reserve_bytes": 0}
+            server = {}
+            if request.param == "vllm":
+                url = stack.enter_context(fake_vllm(tiny.target, sink, fault=fault))
+                hidden |= {"source": "vllm", "urls": [url], "sink": str(sink)}
+            else:
+                is_plugin = request.param == "sglang with the plugin"
+                url = stack.enter_context(fake_sglang(tiny.target, mode="aux", sink=sink if is_plugin else None, fault=fault))
+                final_url = stack.enter_context(fake_sglang(tiny.target, mode="final"))
+                server = {"server": {"kind": "sglang", "urls": [url]}}
+                hidden |= {"sink": str(sink)} if is_plugin else {"final_urls": [final_url]}
+            return tiny.config("a", hidden=hidden, generation={"sampling": {"temperature": 0.0}}, **server)
+
+        yield start
+
+
+def test_a_run_extracts_from_servers_whose_blocks_are_proven(tiny: TinyRun, faulty_run: Callable[[str], RunConfig]) -> None:
+    rows = tiny.write_greedy("a", 5)
+    manifest = extract(tiny.run, faulty_run(""))
     assert manifest.counts.done == 5
+    errors = read_json(tiny.run.hidden / "probe.json")["figures"]["state_errors"]
+    assert sorted(errors) == ["final", "high", "low", "middle"]
+    assert max(errors.values()) < 0.01
     record = HiddenStore(tiny.run.hidden).record(rows[0]["id"])
     torch.testing.assert_close(record.aux.float(), plain_states(tiny.target, rows[0]["input_ids"])[0], rtol=1e-2, atol=1e-2)
+
+
+def test_a_server_that_gives_other_blocks_is_named_before_anything_is_stored(
+    tiny: TinyRun, faulty_run: Callable[[str], RunConfig]
+) -> None:
+    tiny.write_greedy("a", 5)
+    with pytest.raises(GateError, match=r"the low state is not the output of block 1 .* output of block 0 .* off by -1"):
+        extract(tiny.run, faulty_run("shifted_layers"))
+    assert not list(tiny.run.hidden.glob("shard*"))
+
+
+def test_aux_states_of_another_request_over_http_are_refused(target: Path) -> None:
+    with fake_sglang(target, mode="aux", fault="other_request") as url, fake_sglang(target, mode="final") as final_url:
+        source = open_sglang(url, target, final_urls=[final_url])
+        with pytest.raises(ConfigError, match="which the same request decoded"):
+            list(source.extract(SEQUENCES[:1]))
+
+
+def test_a_target_too_large_to_be_compared_is_said(
+    tiny: TinyRun, faulty_run: Callable[[str], RunConfig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny.write_greedy("a", 5)
+    monkeypatch.setattr("eyas.hidden.proving._MEMORY_SHARE", 0.0)
+    assert extract(tiny.run, faulty_run("shifted_layers")).counts.done == 5
+    assert "blocks are not compared with a plain forward of the target: its weights are 0.0 GB" in caplog.text

@@ -41,10 +41,12 @@ def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
 
 
 @torch.inference_mode()
-def plain_states(folder: Path, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(aux [T, 3H], final [T, H]) by transformers' own `output_hidden_states`, one sequence, no batch, no hook."""
+def plain_states(folder: Path, ids: list[int], blocks: tuple[int, int, int] = (1, 3, 4)) -> tuple[torch.Tensor, torch.Tensor]:
+    """(aux [T, 3H], final [T, H]) by transformers' own `output_hidden_states`, one sequence, no batch, no hook.
+
+    Outputs of blocks 1, n//2 - 1, n - 4 of n = 8, unless other ones are wanted.
+    """
     output = load_plain(folder).model(torch.tensor([ids]), output_hidden_states=True)
-    blocks = (1, 3, 4)  # outputs of blocks 1, n//2 - 1, n - 4 of n = 8
     return torch.cat([output.hidden_states[block + 1][0] for block in blocks], -1), output.last_hidden_state[0]
 
 

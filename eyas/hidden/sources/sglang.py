@@ -6,8 +6,9 @@ small targets only), and since one server gives either aux or final states, two 
 aux mode and `final_urls` in full mode. Prefix cache and chunked prefill must be off; both are asked and proven.
 
 That states belong to the ids sent is proven for every sequence: lm_head of the last final state must give the token that
-the same request decoded. Costs one product of the head with a vector. Over HTTP the aux states, of another
-request, have only its id and its count of tokens as their proof.
+the same request decoded. Costs one product of the head with a vector. Over HTTP the aux states come from another
+request: it must have read as many ids and have decoded a token that the final state allows, too. That they are of the right
+blocks is proven on the probe's sample (`eyas.hidden.proving`).
 """
 
 from __future__ import annotations
@@ -79,10 +80,12 @@ class SglangSource:
             self._check_token(states.final, reply, url)
             return states
         final_url = self._final_urls[index % len(self._final_urls)]
-        aux = self._rows(self._post(url, f"x{rid}", sequence), url, 3 * self._hidden_size)  # our prefix would take the plugin's way
+        aux_reply = self._post(url, f"x{rid}", sequence)  # our prefix alone would take the plugin's way
+        aux = self._rows(aux_reply, url, 3 * self._hidden_size)
         reply = self._post(final_url, f"x{rid}", sequence)
         final = self._rows(reply, final_url, self._hidden_size)
         self._check_token(final, reply, final_url)
+        self._check_token(final, aux_reply, url)
         return States(aux=aux, final=final)
 
     def _post(self, url: str, rid: str, sequence: TokenIds) -> dict[str, Any]:
