@@ -20,6 +20,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,9 @@ from eyas.draft.spec import DraftSpec
 from eyas.draft.trainer import Trainer
 from eyas.files import digest_file, read_json, read_json_lines
 from eyas.hidden.codec import CODECS, TOP, CodecName, bytes_per_token
-from eyas.hidden.store.codecs import decode, encode_states
+from eyas.hidden.store.codecs import decode, encode_states, layout
 from eyas.hidden.store.reader import HiddenStore
-from eyas.hidden.store.shard import load_entry, open_shard
+from eyas.hidden.store.shard import Shard, load_entry, open_shard
 from eyas.hidden.store.top import TopTargets
 from eyas.manifest import load_manifest
 from eyas.progress import silent
@@ -54,6 +55,17 @@ _STUDENT_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """97.5 % quantile of Student's distribution with 1 to 9 degrees of freedom."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recoded(Shard):
+    """An open shard whose rows lie in memory."""
+
+    coded: dict[str, torch.Tensor]
+
+    def read(self, start: int = 0, end: int | None = None) -> dict[str, torch.Tensor]:
+        """See `Shard.read`."""
+        return self.shared | {name: tensor[start:end] for name, tensor in self.coded.items()}
+
+
 class RecodedStore(HiddenStore):
     """An exact store that reads as if it had been written with another codec."""
 
@@ -63,12 +75,15 @@ class RecodedStore(HiddenStore):
         top = {"vocabulary": vocabulary, "num_top": min(TOP, len(top_targets.kept))} if CODECS[codec].final is None else {}
         self.kind = self.kind.model_copy(update={"codec": codec, **top})
 
-    def _open(self, shard: str) -> dict[str, torch.Tensor]:
+    def _open(self, shard: str) -> Shard:
         with self._lock:
             if shard not in self._shards:
-                exact = open_shard(self.folder, load_entry(self.folder / f"{shard}.json"), self._exact, checks_digest=False)
+                opened = open_shard(self.folder, load_entry(self.folder / f"{shard}.json"), self._exact, checks_digest=False)
+                exact = opened.read()
                 coded = encode_states(exact["aux"], exact["final"], exact["loss_mask"], self.kind.codec, self._top_targets)
-                self._shards[shard] = {name: exact[name] for name in ("offsets", "tokens", "loss_mask")} | coded
+                kept = {name: exact[name] for name in ("tokens", "loss_mask")} | coded
+                names = set(layout(self.kind.codec, self.hidden_size, self.kind.num_top)[1])
+                self._shards[shard] = Recoded(**vars(opened) | {"shared": {name: kept.pop(name) for name in names}}, coded=kept)
             return self._shards[shard]
 
 
@@ -144,7 +159,7 @@ def speed_and_error(bench: Bench, codec: CodecName) -> dict[str, object]:
     """Encode and decode speed over the first shard, and the errors of what comes back."""
     store = bench.exact.store
     shard = next(iter(sorted(bench.run.hidden.glob("shard-*.json")))).stem
-    exact = open_shard(store.folder, load_entry(store.folder / f"{shard}.json"), store.kind, checks_digest=False)
+    exact = open_shard(store.folder, load_entry(store.folder / f"{shard}.json"), store.kind, checks_digest=False).read()
     rows = slice(0, 8192)
     aux, final, mask = (exact[name][rows].clone() for name in ("aux", "final", "loss_mask"))
     start = time.perf_counter()

@@ -24,7 +24,7 @@ from eyas.hidden.disk import window_of
 from eyas.hidden.plan import ShardPlan, finished_entry, planned
 from eyas.hidden.producer import Producer
 from eyas.hidden.store.reader import HiddenStore, Record, read_record
-from eyas.hidden.store.shard import load_entry, open_shard
+from eyas.hidden.store.shard import Shard, load_entry, open_shard
 from eyas.workspace import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -118,10 +118,10 @@ class WindowedStore(HiddenStore):
             raise ArtifactError(
                 f"record {record_id} of {shard} was not expected: a store under hidden.disk_budget is read in order"
             )
-        tensors = self._open(shard)
+        opened = self._open(shard)
         row = self._rows_of[shard].get(record_id)
         if row is not None:
-            record = read_record(tensors, row, num_tokens, self.kind, f"record {record_id} in {self.folder / shard}")
+            record = read_record(opened, row, num_tokens, self.kind, f"record {record_id} in {self.folder / shard}")
         else:
             logger.warning("record=%s of %s has no states and teaches nothing", record_id, shard)
             record = self._blank(num_tokens)
@@ -151,7 +151,7 @@ class WindowedStore(HiddenStore):
             self._producer.close()
             self._producer = None
 
-    def _open(self, shard: str) -> dict[str, torch.Tensor]:
+    def _open(self, shard: str) -> Shard:
         if shard in self._sizes and shard not in self._shards:
             begun = time.monotonic()
             while self._producer is not None and shard in self._producer.pending:

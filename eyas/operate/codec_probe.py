@@ -126,7 +126,8 @@ def measure(run: RunFolder, small: RunFolder, config: RunConfig) -> dict[str, An
     store = HiddenStore(small.hidden)
     for path in sorted(small.hidden.glob("shard-*.json")):
         entry = load_entry(path)
-        shard = open_shard(small.hidden, entry, store.kind, checks_digest=True)
+        opened = open_shard(small.hidden, entry, store.kind, checks_digest=True)
+        shard = opened.read()
         aux, final, mask = shard["aux"], shard["final"], shard["loss_mask"]
         decoded = {"bf16": aux}
         finals: dict[str, torch.Tensor] = {}
@@ -144,7 +145,7 @@ def measure(run: RunFolder, small: RunFolder, config: RunConfig) -> dict[str, An
             errors = aux_errors(aux, decoded[name])
             tally.squares = [old + error**2 * len(aux) for old, error in zip(tally.squares, errors, strict=True)]
             tally.rows += len(aux)
-        for rows in _records(shard["offsets"], mask):
+        for rows in _records(opened.offsets, mask):
             _compare_tokens(final[rows], mask[rows], {name: part[rows] for name, part in finals.items()}, head, tallies)
             if found is not None:
                 record = Record(

@@ -1,7 +1,8 @@
-"""Random access to the states of finished extractions, by record id: zero-copy from mapped files in bf16, decoded otherwise.
+"""Random access to the states of finished extractions, by record id: read into memory of their own, and decoded.
 
 A shard's digest is checked when it is first opened (about 1.5 GB/s, once per process); its states are
-checked to be finite whenever a record is read. What is not in the index is never read.
+checked to be finite whenever a record is read. What is not in the index is never read. A record is a few long reads
+(8·H bytes a token), so an epoch in any order of records costs what one in the order of shards does.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from eyas.files import read_json_lines
 from eyas.hidden.codec import CODECS
 from eyas.hidden.kind import StoreKind
 from eyas.hidden.store.codecs import decode
-from eyas.hidden.store.shard import Quarantined, ShardEntry, load_entry, open_shard
+from eyas.hidden.store.shard import Quarantined, Shard, ShardEntry, load_entry, open_shard
 from eyas.hidden.store.top import decode_top
 from eyas.manifest import Manifest, verify_manifest
 
@@ -33,7 +34,7 @@ LAYERS = ("low", "middle", "high")
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One record's ids and states; tensors may be views of a mapped file, not to be written to."""
+    """One record's ids and states, in memory of its own."""
 
     tokens: torch.Tensor  # [T] int32
     loss_mask: torch.Tensor  # [T] uint8, 1 on generated ids
@@ -50,7 +51,7 @@ class HiddenStore:
         self.kind = _kind_of(self.manifest, folder)
         self.hidden_size = self.kind.hidden_size
         self._checks_digests = checks_digests
-        self._shards: dict[str, dict[str, torch.Tensor]] = {}
+        self._shards: dict[str, Shard] = {}
         self._lock = threading.Lock()
         table = _read_index(folder, self.manifest)
         names = table["shard"].to_pylist()
@@ -134,7 +135,7 @@ class HiddenStore:
             )
         return entry
 
-    def _open(self, shard: str) -> dict[str, torch.Tensor]:
+    def _open(self, shard: str) -> Shard:
         with self._lock:
             if shard not in self._shards:
                 entry = self._entry(shard)
@@ -147,17 +148,17 @@ def verify_store(folder: Path) -> Manifest:
     return verify_manifest(folder, unread=".safetensors")
 
 
-def read_record(tensors: dict[str, torch.Tensor], row: int, num_tokens: int, kind: StoreKind, where: str) -> Record:
+def read_record(shard: Shard, row: int, num_tokens: int, kind: StoreKind, where: str) -> Record:
     """Record number `row` of an open shard, decoded; raises `ArtifactError` about `where` if it is not what it should be."""
-    start, end = tensors["offsets"][row : row + 2].tolist()
+    start, end = shard.offsets[row : row + 2].tolist()
     if end - start != num_tokens:
         raise ArtifactError(f"{where}: the shard holds {end - start} rows, the index says {num_tokens}")
-    rows, codec = slice(start, end), CODECS[kind.codec]
-    aux = decode("aux", tensors, rows, codec.aux)
-    final = decode_top(tensors, rows) if codec.final is None else decode("final", tensors, rows, codec.final)
+    tensors, every, codec = shard.read(start, end), slice(None), CODECS[kind.codec]
+    aux = decode("aux", tensors, every, codec.aux)
+    final = decode_top(tensors, every) if codec.final is None else decode("final", tensors, every, codec.final)
     if (fault := not_finite(aux, final)) is not None:
         raise ArtifactError(f"{where}: {fault}; remove the shard and run the extraction again")
-    return Record(tokens=tensors["tokens"][start:end], loss_mask=tensors["loss_mask"][start:end], aux=aux, final=final)
+    return Record(tokens=tensors["tokens"], loss_mask=tensors["loss_mask"], aux=aux, final=final)
 
 
 def not_finite(aux: torch.Tensor, final: torch.Tensor) -> str | None:
