@@ -6,6 +6,7 @@ the rest does not wait behind it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -88,9 +89,10 @@ def catalogue() -> Iterator[Entry]:
 
 
 def preset(path: Path) -> Entry:
-    """The pipeline with a preset's sections as defaults of its form; the first comment line of the file describes it."""
+    """The pipeline with a preset's sections as defaults of its form; what is written above its first key describes it."""
     config = load_config(path)
-    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    lines = path.read_text(encoding="utf-8").split("\n")
+    above = [line.removeprefix("#").strip() for line in itertools.takewhile(lambda line: line.startswith("#"), lines)]
     sections = {
         name: getattr(config, name).model_dump(mode="json", exclude_unset=False)
         for name in RunConfig.model_fields
@@ -99,7 +101,7 @@ def preset(path: Path) -> Entry:
     return Entry(
         flow=pipeline,
         name=path.stem,
-        description=first.removeprefix("#").strip(),
+        description="\n".join(above),
         queue=HOST_QUEUE,
         parameters={"run": f"runs/{path.stem}", **sections},
     )

@@ -32,10 +32,13 @@ _START_S = 600.0
 _END_S = 180.0
 
 
-def up(home: Path, port: int, runs_home: Path, database_url: str = "") -> str:
-    """Start server and worker in the background, registered; gives the UI's address. A running pair is left alone."""
+def up(home: Path, port: int, runs_home: Path, database_url: str = "") -> dict[str, Any]:
+    """Start server and worker in the background, registered; gives what is said of them. A running pair is left alone.
+
+    Raises `ServerError` if they do not come up; nothing is left running then, nor after Ctrl-C.
+    """
     if (running := _running(home)) is not None:
-        return str(running["ui"])
+        return running
     home.mkdir(parents=True, exist_ok=True)
     (home / _STATE).unlink(missing_ok=True)
     log = home / "up.log"
@@ -59,19 +62,25 @@ def up(home: Path, port: int, runs_home: Path, database_url: str = "") -> str:
         )
     print(f"starting a Prefect server, blocks and deployments, a worker: a minute or two (log {log})", flush=True)
     deadline = time.monotonic() + _START_S
-    while (running := _running(home)) is None:
-        if supervisor.poll() is not None or time.monotonic() > deadline:
-            raise ServerError(f"Prefect did not start: {last_lines(log) or 'no output'} (log {log})")
-        time.sleep(0.2)
-    return str(running["ui"])
+    try:
+        while (running := _running(home)) is None:
+            if supervisor.poll() is not None:
+                raise ServerError(f"Prefect did not start: {last_lines(log) or 'no output'} (log {log})")
+            if time.monotonic() > deadline:
+                raise ServerError(f"Prefect did not start within {_START_S:.0f} s and was ended; is this machine busy? (log {log})")
+            time.sleep(0.2)
+    finally:
+        if running is None:
+            supervisor.terminate()
+            supervisor.wait(timeout=_END_S)
+    return running
 
 
 def down(home: Path) -> bool:
-    """End what `up` started under `home`; False if nothing of ours runs."""
-    running = _running(home)
-    if running is None:
+    """End what `up` started, or still starts, under `home`; False if nothing of ours runs."""
+    pid = _supervisor(home)
+    if not pid:
         return False
-    pid = int(running["pid"])
     os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + _END_S
     while is_alive(pid):
@@ -86,11 +95,12 @@ def serve(home: Path, port: int, runs_home: Path, database_url: str = "") -> Non
     signal.signal(signal.SIGTERM, _interrupt)
     with exclusive(home / _LOCK, f"Prefect under {home}"), local_server(home=home, port=port, database_url=database_url) as url:
         with temporary_settings({PREFECT_API_URL: url}):
-            asyncio.run(register(runs_home))
-        state = {"pid": os.getpid(), "url": url, "ui": ui_url(url)}
+            names = asyncio.run(register(runs_home))
+        database = database_url.rpartition("@")[2] or str(home / "prefect.db")
+        state = {"ui": ui_url(url), "runs_home": str(runs_home), "database": database, "deployments": names}
         try:
             while True:
-                with child_process(worker_command(url, home), log=home / "worker.log", grace_s=30.0) as worker:
+                with child_process(worker_command(url, home), log=home / "worker.log", grace_s=30.0, keeps_group=True) as worker:
                     write_json(home / _STATE, state)
                     code = worker.wait()
                 print(f"the worker ended with code {code}: {last_lines(home / 'worker.log')}; starting it again", flush=True)
@@ -128,12 +138,20 @@ def worker_command(url: str, home: Path) -> list[str]:
 
 
 def _running(home: Path) -> dict[str, Any] | None:
+    """What the supervisor says of itself once everything is up."""
     path = home / _STATE
-    state = read_json(path) if path.is_file() else None
-    if not isinstance(state, dict) or not is_alive(int(state["pid"])):
-        return None
-    command = Path(f"/proc/{state['pid']}/cmdline").read_bytes()  # the number may have gone to another process
-    return state if b"deployments" in command and str(home).encode() in command else None
+    state = read_json(path) if _supervisor(home) and path.is_file() else None
+    return state if isinstance(state, dict) else None
+
+
+def _supervisor(home: Path) -> int:
+    """Process id of the supervisor of `home`, 0 if none runs."""
+    path = home / _LOCK
+    text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+    if not text.isdecimal() or not is_alive(pid := int(text)):
+        return 0
+    command = Path(f"/proc/{pid}/cmdline").read_bytes()  # the number may have gone to another process
+    return pid if b"deployments" in command and str(home).encode() in command else 0
 
 
 def _interrupt(number: int, frame: object) -> None:
