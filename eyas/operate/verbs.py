@@ -22,7 +22,7 @@ from eyas.operate.configs import read_config, recorded_config
 from eyas.operate.keys import server_api_key
 from eyas.operate.phases import PHASES, Phase, require_earlier, require_finished
 from eyas.operate.wording import duration
-from eyas.workspace import RunFolder
+from eyas.workspace import RunFolder, exclusive
 
 FLOW_GRACE_S = 30.0
 WITHOUT_TORCH = ("prepare", "generate")
@@ -43,24 +43,26 @@ def run_verb(options: argparse.Namespace, api_key: str) -> int:
     preflight(options.run, config, api_key=server_api_key(config, api_key))
     run = RunFolder(options.run)
     log, resolved = run.logs / "flow.log", run.logs / "config.yaml"
-    with held(run):  # another command's log is not ours to remove
-        log.unlink(missing_ok=True)
-        write_json(resolved, config.model_dump(mode="json"))  # JSON is YAML
-    command = [sys.executable, "-m", "flows.pipeline", "--config", str(resolved), "--run", str(run.root)]
-    command += ["--ui"] if options.ui else []
-    with terminal() as screen:
-        progress, lines = follow_progress(run.progress, screen.report), follow_log(log, readable(screen.say))
+    # The flow takes the run's own lock some seconds from now: until it ends, another command is not to touch log and config.
+    with exclusive(run.root / ".command.lock", f"run {run.root}"):
+        with held(run):
+            log.unlink(missing_ok=True)
+            write_json(resolved, config.model_dump(mode="json"))  # JSON is YAML
+        command = [sys.executable, "-m", "flows.pipeline", "--config", str(resolved), "--run", str(run.root)]
+        command += ["--ui"] if options.ui else []
+        with terminal() as screen:
+            progress, lines = follow_progress(run.progress, screen.report), follow_log(log, readable(screen.say))
 
-        def look() -> None:
-            progress()  # first: the sentence at a phase's end stands under its last line
-            lines()
+            def look() -> None:
+                progress()  # first: the sentence at a phase's end stands under its last line
+                lines()
 
-        with child_process(command, log=log, parent_death_signal=signal.SIGINT, grace_s=FLOW_GRACE_S) as process:
-            try:
-                code = wait_for(process, look)
-            except KeyboardInterrupt:
-                screen.say(f"ending the run, within {FLOW_GRACE_S:.0f} s; Ctrl-C again ends it at once")
-                raise
+            with child_process(command, log=log, parent_death_signal=signal.SIGINT, grace_s=FLOW_GRACE_S) as process:
+                try:
+                    code = wait_for(process, look)
+                except KeyboardInterrupt:
+                    screen.say(f"ending the run, within {FLOW_GRACE_S:.0f} s; Ctrl-C again ends it at once")
+                    raise
     if code < 0:
         raise EyasError(f"the run's process was killed by signal {-code} (log {log}); run the same command again to continue")
     if code == 0:

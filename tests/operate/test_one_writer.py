@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,6 +29,28 @@ def test_a_command_refused_because_another_runs_changes_nothing(
     assert "is in use by process" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in before} == before
     assert not (run.logs / "config.yaml").exists()
+
+
+def test_a_second_command_before_the_first_ones_flow_has_the_run_changes_nothing(
+    run: RunFolder, config_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A flow takes ten seconds to start: the config that it is about to read is another command's until then."""
+    words = ["run", "--config", str(config_file()), "--run", str(run.root)]
+    codes: list[int] = []
+
+    @contextmanager
+    def starting(command: list[str], **options: object) -> Iterator[SimpleNamespace]:
+        if not codes:
+            (run.logs / "flow.log").write_text("the first one's log\n")
+            codes.append(cli.main([*words, "--set", "draft.epochs=6"]))
+        yield SimpleNamespace(wait=lambda timeout: 1)
+
+    monkeypatch.setattr("eyas.operate.children.child_process", starting)
+    assert cli.main(words) == 1
+    assert codes == [2]
+    assert "is in use by process" in capsys.readouterr().err
+    assert (run.logs / "flow.log").read_text() == "the first one's log\n"
+    assert '"epochs": 6' not in (run.logs / "config.yaml").read_text()
 
 
 def test_a_plan_with_other_settings_is_printed_and_recorded_nowhere(run: RunFolder) -> None:
