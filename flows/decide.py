@@ -7,7 +7,7 @@ is started again does not ask again; a chosen subset or cap is recorded as a set
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import Any, Literal
 
 from prefect.client.orchestration import get_client
 from prefect.exceptions import FlowPauseTimeout
@@ -17,16 +17,19 @@ from prefect.runtime import flow_run
 from prefect.states import Running
 from pydantic import Field
 
+from eyas.config import RunConfig
 from eyas.files import read_json
 from eyas.operate.decision import Declined
-from eyas.operate.plan import render_plan
+from eyas.operate.wording import duration, size
 from eyas.workspace import RunFolder
 from flows.phases import Job
 from tasks.events import emit
+from tasks.publish import artifact_key
 
 logger = logging.getLogger(__name__)
 
 _SETTING = "set "
+_SUBSET, _CAP = "prompts.subsample=", "generation.max_new_tokens="
 
 
 class Decision(RunInput):
@@ -36,8 +39,10 @@ class Decision(RunInput):
         default="accept",
         description="accept goes on as planned; subset takes a share of every dataset; cap shortens replies; abort ends the run.",
     )
-    subset_percent: float = Field(default=50.0, gt=0, le=100, description="For subset: per cent of every dataset's prompts.")
-    max_new_tokens: int = Field(default=4096, ge=2, description="For cap: longest reply, in tokens.")
+    subset_percent: float = Field(
+        default=50.0, gt=0, le=100, description="For subset: per cent of every dataset's prompts. Above 0 and at most 100."
+    )
+    max_new_tokens: int = Field(default=4096, ge=2, description="For cap: longest reply, in tokens. At least 2.")
     note: str = Field(default="", description="Why, for the record.")
 
 
@@ -56,8 +61,8 @@ async def decide(job: Job, *, poll_s: int = 5) -> bool:
         job.keeper.decide("accept", who="config", why="operate.decision is accept")
         return False
     emit("decision wanted", job.run.root, f"{job.config.name} waits for a decision on its plan")
-    plan = render_plan(job.keeper.refresh())
-    form = Decision.with_initial_data(description=plan)
+    plan = job.keeper.ask()
+    form = Decision.with_initial_data(description=question(plan, job.config), max_new_tokens=half_cap(plan))
     try:
         decision = await apause_flow_run(wait_for_input=form, timeout=int(operate.decision_timeout_s), poll_interval=poll_s)
     except FlowPauseTimeout:
@@ -69,8 +74,8 @@ async def decide(job: Job, *, poll_s: int = 5) -> bool:
 
 def _record(job: Job, decision: Decision, *, who: str, why: str) -> bool:
     settings = {
-        "subset": f"prompts.subsample={job.config.prompts.subsample * decision.subset_percent / 100:g}",
-        "cap": f"generation.max_new_tokens={decision.max_new_tokens}",
+        "subset": f"{_SUBSET}{job.config.prompts.subsample * decision.subset_percent / 100:g}",
+        "cap": f"{_CAP}{decision.max_new_tokens}",
     }
     if decision.choice == "abort":
         job.keeper.decide("abort", who=who, why=why)
@@ -82,6 +87,55 @@ def _record(job: Job, decision: Decision, *, who: str, why: str) -> bool:
     if setting is not None:
         job.apply([setting])
     return setting is not None
+
+
+def question(plan: dict[str, Any], config: RunConfig) -> str:
+    """What stands above the form, as Markdown: what is to come and its costs, each alternative with the choice that makes it.
+
+    Lists, no tables: the dialogue is 470 pixels wide, and cuts what is wider off or folds it away.
+    """
+    outlook, rows = plan["forecast"], plan["alternatives"]
+    to_come = [row for row in plan["phases"] if row["priority"]]
+    lines = [
+        f"### {plan['name']}: {_cost(rows[0]) if rows else 'nothing is left'}",
+        *(f"- {row['title']}: {_cost(row['forecast'])}" for row in to_come),
+        "",
+        f"Free on the disk: {size(outlook['disk_free_bytes'])}. Tokens: {outlook['volumes_basis'] or 'no dataset'}. "
+        f"All of it: artifact *{artifact_key(plan['name'], 'plan')}*.",
+    ]
+    if rows[1:]:
+        lines += ["", "### Instead", *(f"- **{row['name']}** ({_how(row['set'], config)}): {_cost(row)}" for row in rows[1:])]
+    lines += [f"\n{plan[name]}" for name in ("learning_curve", "baseline") if plan.get(name)]
+    return "\n".join(lines)
+
+
+def half_cap(plan: dict[str, Any]) -> int:
+    """The cap that the plan's alternative proposes, to begin with."""
+    proposed = [int(row["set"].removeprefix(_CAP)) for row in plan["alternatives"] if row["set"].startswith(_CAP)]
+    return max(2, proposed[0]) if proposed else int(Decision.model_fields["max_new_tokens"].default)
+
+
+def _how(setting: str, config: RunConfig) -> str:
+    """The choice of the form that makes an alternative, or what to change for it."""
+    name, _, value = setting.partition("=")
+    if setting.startswith(_SUBSET):
+        return f"choose *subset*, {100 * float(value) / config.prompts.subsample:g} per cent"
+    if setting.startswith(_CAP):
+        return f"choose *cap*, {value} tokens"
+    return f"choose *abort*, and start again with another `{name}`" if not value else f"*abort*, then start with `{setting}`"
+
+
+def _cost(row: dict[str, Any]) -> str:
+    """Time, disk, GPU-hours and what is expected, as far as each is known."""
+    hours, disk = row["hours"], row["disk_bytes"]
+    said = ["time unknown" if hours is None else duration(hours * 3600), "disk unknown" if disk is None else size(disk)]
+    if row.get("gpu_hours"):
+        said.append(f"{row['gpu_hours']:,.1f} GPU-hours")
+    if row.get("prompts"):
+        said.append(f"{row['prompts']:,} prompts")
+    if row.get("accept_length"):
+        said.append("accept length {:.2f} ({:.2f}–{:.2f})".format(*row["accept_length"]))
+    return ", ".join(said)
 
 
 async def _keep_running() -> None:

@@ -25,7 +25,7 @@ def decide(keeper: PlanKeeper, config: RunConfig, ask: Ask) -> None:
     if config.operate.decision == "accept":
         keeper.decide("accept", who="config", why="operate.decision is accept")
         return
-    answer = ask(render_plan(keeper.refresh()), config.operate.decision_timeout_s)
+    answer = ask(render_plan(keeper.ask()), config.operate.decision_timeout_s)
     if answer is None:
         choice, who = config.operate.decision_default, "config"
         why = f"nobody answered within {config.operate.decision_timeout_s:.0f} s"

@@ -53,6 +53,7 @@ class PlanKeeper:
         previous = _previous(run)
         self._work: dict[str, dict[str, Any]] = work_of(previous)
         self._decisions: list[dict[str, str]] = previous.get("decisions", [])
+        self._is_asking = False
 
     def start(self, phase: Phase) -> None:
         """This process begins a phase; what an earlier attempt said about it is forgotten."""
@@ -66,9 +67,15 @@ class PlanKeeper:
         """The phase ended with an error, in one line."""
         self._set(phase, {"message": " ".join(message.split()), "finished_at": now()})
 
+    def ask(self) -> dict[str, Any]:
+        """The plan that is to be decided on; until then it says that it waits."""
+        self._is_asking = True
+        return self.refresh()
+
     def decide(self, what: str, *, who: str, why: str) -> None:
         """Record a decision."""
         with self._lock:
+            self._is_asking = False
             self._decisions.append({"at": now(), "who": who, "what": what, "why": why})
         self.refresh()
 
@@ -95,6 +102,8 @@ class PlanKeeper:
             plan = make_plan(status, self._config, self._sizes, counted, read_curve(self._run), codecs)
             for item in plan["phases"]:
                 item["work"] = self._work.get(item["phase"], {})
+            if self._is_asking:
+                plan["state"] = "waiting for a decision"
             plan["baseline"] = baseline_said(self._run)
             plan["decisions"] = self._decisions
             write_json(self._run.plan_json, plan)
