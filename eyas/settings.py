@@ -1,12 +1,14 @@
 """The base of every config model: unknown keys are refused, values are frozen and finite, defaults are checked.
 
-A form shows a field's description and not its bounds, so the schema's descriptions say them, and it is kept in
-PostgreSQL, which sorts keys by length, so each property says its place. A field that may be left to the target takes a
-value that says so ("auto", -1): a form shows `X | None` as a toggle of types.
+A form shows a field's description and not its bounds, so the schema's descriptions say them; a label spells out the
+unit that a name abbreviates; and the schema is kept in PostgreSQL, which sorts keys by length, so each property says
+its place. A field that may be left to the target takes a value that says so ("auto", -1): a form shows `X | None` as
+a toggle of types.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -32,9 +34,12 @@ ServerUrl = Annotated[str, AfterValidator(server_url)]
 
 
 def fit_for_a_form(schema: dict[str, Any]) -> None:
-    """Say each property's numeric bounds at the end of its description, and its place (`position`, as Prefect's UI sorts)."""
+    """Say each property's numeric bounds at the end of its description, its unit in its title, and its place (`position`)."""
     for position, field in enumerate(schema.get("properties", {}).values()):
-        field["position"] = position
+        field["position"] = position  # Prefect's UI sorts by it
+        if "title" in field:
+            field["title"] = field["title"].replace(" Per S", " Per Second").replace(" Bytes", " (bytes)")
+            field["title"] = re.sub(r" S$", " (seconds)", field["title"])
         said = [f"{words} {field[name]:,}" for name, words in _BOUNDS.items() if name in field]
         if said:
             text = " and ".join(said)

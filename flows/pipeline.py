@@ -44,6 +44,10 @@ from flows.turn import turn
 @flow(name="pipeline", flow_run_name="pipeline {run}")
 async def pipeline(
     run: str = "runs/my-run",
+    until: Phase = "bench",
+    server_block: str = "",
+    host_block: str = "",
+    storage_block: str = "",
     target: TargetConfig = TargetConfig(),
     server: ServerConfig = ServerConfig(),
     prompts: PromptsConfig = PromptsConfig(),
@@ -53,15 +57,15 @@ async def pipeline(
     draft: DraftConfig = DraftConfig(),
     benchmark: BenchmarkConfig = BenchmarkConfig(),
     operate: OperateConfig = OperateConfig(),
-    server_block: str = "",
-    host_block: str = "",
-    storage_block: str = "",
-    until: Phase = "bench",
 ) -> str:
     """Train an EAGLE-3 draft for the target and measure its speed-up. Run it again with the same folder to continue.
 
     Args:
-        run: Run folder, reachable by every worker; a relative one lies below the worker's folder.
+        run: Run folder, reachable by every worker; a relative one lies below the worker's folder. An existing one is continued.
+        until: Last phase to run; the others can follow later, from the same folder.
+        server_block: Name of an SGLang Server block; its URLs and key replace the server section. Empty uses the section.
+        host_block: Name of a Target Host block; it replaces operate.host. Empty uses the section.
+        storage_block: Name of a Run Storage block for task results and final artifacts. Empty keeps them in the run folder.
         target: The model that is served and for which the draft is trained.
         server: Where the target is served; Eyas' own engine for a small model on this machine.
         prompts: Phase 1. The datasets and what is kept of them.
@@ -71,10 +75,6 @@ async def pipeline(
         draft: Phase 5. Shape and training of the draft.
         benchmark: Phase 6. What is measured with the draft served.
         operate: Decisions before the long phases, alarms, and the host of the target.
-        server_block: Name of an SGLang Server block; its URLs and key replace the server section. Empty uses the section.
-        host_block: Name of a Target Host block; it replaces operate.host. Empty uses the section.
-        storage_block: Name of a Run Storage block for task results and final artifacts. Empty keeps them in the run folder.
-        until: Last phase to run; the others can follow later, from the same folder.
     """
     config = RunConfig(
         target=target,

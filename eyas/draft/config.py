@@ -51,8 +51,10 @@ class DraftConfig(Settings):
     processes: int = Field(default=1, ge=1, description="Training processes on each host, one for each GPU.")
     hosts: int = Field(default=1, ge=1, description="Hosts that train together; each runs `python -m eyas.draft.train --run DIR`.")
     rendezvous: str = Field(default="", description="host:port at which several hosts meet, on the first of them.")
-    zero_stage: Literal[0, 1, 2, 3] = Field(
+    zero_stage: int = Field(  # no Literal: Prefect's form shows a choice of 0 as an empty one
         default=0,
+        ge=0,
+        le=3,
         description="What DeepSpeed divides among processes: 0 nothing (plain torch), 1 optimizer state, 2 gradients, 3 weights.",
     )
     tensorboard: bool = Field(default=False, description="Also write the metrics to draft/tensorboard.")

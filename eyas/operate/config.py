@@ -19,8 +19,8 @@ class HostConfig(Settings):
     )
     commands: dict[Mode, str] = Field(
         default_factory=dict,
-        description="Shell command per mode (generate, extract, none, draft); {draft} stands for the exported draft's folder, "
-        "{steps}, {top_k} and {tokens} for its shape.",
+        description='Shell command per mode (generate, extract, none, draft): `{"none": "ssh gpu1 stop-serving"}`; {draft} stands '
+        "for the exported draft's folder, {steps}, {top_k} and {tokens} for its shape.",
     )
     num_gpus: int = Field(default=0, ge=0, description="GPUs of the host, for the plan's GPU-hours; 0 leaves them out.")
     ready_timeout_s: float = Field(default=3600.0, gt=0, description="Seconds until the servers must answer in a new mode.")

@@ -23,7 +23,9 @@ class DatasetConfig(Settings):
         default="auto", description="Name of the converter; auto takes the package source's own, or recognises the row's shape."
     )
     max_rows: int = Field(default=0, ge=0, description="Rows read from the source; 0 reads all.")
-    fields: dict[str, str] = Field(default_factory=dict, description="Field mapping: wanted name to the row's name.")
+    fields: dict[str, str] = Field(
+        default_factory=dict, description='Field mapping, wanted name to the row\'s name: `{"messages": "dialogue"}`.'
+    )
     quota: int = Field(default=0, ge=0, description="Prompts wanted; 0 keeps all.")
     max_new_tokens: int = Field(default=10_240, ge=2, description="Cap of one response, in tokens.")
     license: str = Field(default="", description="Licence note, carried into manifests and model card.")

@@ -20,7 +20,8 @@ class TargetConfig(Settings):
     revision: str = Field(default="", description="Weights revision or version label; part of the target's fingerprint.")
     remote_code_sha256: dict[str, str] = Field(
         default_factory=dict,
-        description="Python files of the model folder that may be executed, each with its SHA-256; empty forbids remote code.",
+        description="Python files of the model folder that may be executed, each with its SHA-256: "
+        '`{"tokenization_kimi.py": "0f3a…"}`; empty forbids remote code.',
     )
     reasoning: Literal["auto", "none", "deepseek-r1", "qwen3", "kimi-k2"] = Field(
         default="auto", description="Reasoning format of the target; auto finds it from the tokenizer."
@@ -29,7 +30,7 @@ class TargetConfig(Settings):
         default="auto", description="Whether every reply must hold reasoning; auto takes the format's own rule."
     )
     chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Extra arguments of the chat template, for instance enable_thinking."
+        default_factory=dict, description='Extra arguments of the chat template, for instance `{"enable_thinking": true}`.'
     )
     context_length: int = Field(default=0, ge=0, description="Tokens per request; 0 takes the target's own config.")
 

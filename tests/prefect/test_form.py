@@ -37,6 +37,28 @@ def test_no_field_is_a_toggle_of_types() -> None:
     assert [name for name, schema in fields() if "anyOf" in schema or "oneOf" in schema] == []
 
 
+def test_no_choice_is_one_that_the_form_shows_as_empty() -> None:
+    """Prefect's select shows 0 and "" as nothing, so neither can be seen nor chosen."""
+    assert [name for name, schema in fields() if not all(schema.get("enum", [True]))] == []
+
+
+def test_labels_spell_out_units_and_objects_show_how_they_are_written() -> None:
+    titles = {name: schema["title"] for name, schema in fields() if "title" in schema}
+    assert titles["OperateConfig.stall_s"] == "Stall (seconds)"
+    assert titles["ServerConfig.min_tokens_per_s"] == "Min Tokens Per Second"
+    assert titles["PromptsConfig.max_row_bytes"] == "Max Row (bytes)"
+    assert [title for title in titles.values() if title.endswith(" S")] == []
+    written = [name for name, schema in fields() if schema.get("type") == "object" and '`{"' not in schema["description"]]
+    assert written == []
+
+
+def test_what_a_person_changes_most_stands_before_the_long_sections() -> None:
+    properties = SCHEMA["properties"]
+    order = sorted(properties, key=lambda name: int(properties[name]["position"]))
+    assert order[:6] == ["run", "until", "server_block", "host_block", "storage_block", "target"]
+    assert order[-1] == "operate"
+
+
 def test_every_value_is_described_and_its_bounds_are_said() -> None:
     bounded = 0
     for name, schema in fields():
@@ -71,6 +93,7 @@ def test_every_box_of_the_form_is_a_section_of_the_config() -> None:
         ({"generation": {"sampling": {"temperature": 9}}}, "9 is greater than the maximum of 5"),
         ({"target": {"always_reasons": "perhaps"}}, "'perhaps' is not one of"),
         ({"draft": {"num_unroll_steps": 0}}, "0 is less than the minimum of 1"),
+        ({"draft": {"zero_stage": 4}}, "4 is greater than the maximum of 3"),
         ({"prompts": {"subsample": "half"}}, "'half' is not of type 'number'"),
         ({"hidden": {"sauce": "sglang"}}, "'sauce' was unexpected"),
     ],

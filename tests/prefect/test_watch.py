@@ -46,6 +46,14 @@ def test_a_gate_above_its_warning_is_found_with_both_limits(tmp_path: Path) -> N
     assert "B1_glaive: empty 10.0%, warns above 2.0%, stops at 20.0%" in finding.message
 
 
+def test_a_disk_that_cannot_hold_what_is_still_to_be_written_is_found_with_both_figures(tmp_path: Path) -> None:
+    root = running(tmp_path / "a", config_with())
+    (root / "plan.json").write_text(json.dumps({"forecast": {"disk_bytes_to_write": 10**18}}))
+    (finding,) = look(tmp_path)
+    assert finding.alert == "disk low"
+    assert "1,000,000,000,000,000,000 are still to be written" in finding.message
+
+
 def test_a_server_that_does_not_answer_is_found(tmp_path: Path) -> None:
     running(tmp_path / "a", config_with(server={"kind": "sglang", "urls": ["http://127.0.0.1:9"]}))
     (finding,) = look(tmp_path)
