@@ -69,11 +69,11 @@ def up(home: Path, port: int, runs_home: Path, database_url: str = "") -> dict[s
             if time.monotonic() > deadline:
                 raise ServerError(f"Prefect did not start within {_START_S:.0f} s and was ended; is this machine busy? (log {log})")
             time.sleep(0.2)
-    finally:
-        if running is None:
-            supervisor.terminate()
-            supervisor.wait(timeout=_END_S)
-    return running
+        return running
+    except BaseException:
+        supervisor.terminate()
+        supervisor.wait(timeout=_END_S)
+        raise
 
 
 def down(home: Path) -> bool:
