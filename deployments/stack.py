@@ -92,10 +92,18 @@ def down(home: Path) -> bool:
 
 def serve(home: Path, port: int, runs_home: Path, database_url: str = "") -> None:
     """The supervisor itself: server, registration, worker, until SIGTERM or Ctrl-C."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    asked: list[int] = []
+
+    def interrupt(number: int, frame: object) -> None:
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
     with exclusive(home / _LOCK, f"Prefect under {home}"), local_server(home=home, port=port, database_url=database_url) as url:
         with temporary_settings({PREFECT_API_URL: url}):
             names = asyncio.run(register(runs_home))
+        if asked:  # the interrupt was swallowed while everything was registered
+            return
         database = database_url.rpartition("@")[2] or str(home / "prefect.db")
         state = {"ui": ui_url(url), "runs_home": str(runs_home), "database": database, "deployments": names}
         try:
@@ -152,7 +160,3 @@ def _supervisor(home: Path) -> int:
         return 0
     command = Path(f"/proc/{pid}/cmdline").read_bytes()  # the number may have gone to another process
     return pid if b"deployments" in command and str(home).encode() in command else 0
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
