@@ -29,8 +29,9 @@ class LayerCache:
     """Keys and values of one layer over all pages, as one tensor and as the arrays that `kernels` reads and writes."""
 
     def __init__(self, num_pages: int, num_kv: int, head_dim: int, dtype: torch.dtype) -> None:
-        # zeros are committed by the kernel page by page, on first use
-        self._tensor = torch.zeros(2, num_pages, num_kv, PAGE * head_dim, dtype=dtype)
+        # Zeros of numpy are committed by the kernel on first use, page by page; those of torch are written, so committed, at once.
+        bits = np.zeros((2, num_pages, num_kv, PAGE * head_dim), dtype=f"u{dtype.itemsize}")
+        self._tensor = torch.from_numpy(bits).view(dtype)
         self.keys = as_array(self._tensor[0].view(num_pages, num_kv, PAGE // LANES, head_dim, LANES))
         self.values = as_array(self._tensor[1].view(num_pages, num_kv, PAGE, head_dim))
 

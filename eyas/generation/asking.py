@@ -5,8 +5,8 @@ of every later attempt: a server that is slower than expected must not lose the 
 ever, and one that hangs is found out all the same.
 
 What counts as an attempt of the record is what a server took up and spoiled. Never being sent (no connection),
-being turned away (429, 503) and a kept-alive socket that the server had dropped cost nothing but time, so that
-an outage, however long, rejects no record.
+being turned away (429, 503), a reply by other weights than were proven and a kept-alive socket that the server
+had dropped cost nothing but time, so that an outage, however long, rejects no record.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from eyas.generation.inflight import InFlightLog
 from eyas.generation.records import Prompt
 from eyas.generation.sampling import clamp_new_tokens, record_sampling, record_seed
 from eyas.generation.telemetry import Telemetry
-from eyas.sglang.client import ClosedBeforeReply, DeadlineExceeded, ServerBusy, ServerUnreachable
+from eyas.sglang.client import ClosedBeforeReply, DeadlineExceeded, ServerBusy, ServerChanged, ServerUnreachable
 from eyas.sglang.pool import Server, ServerPool
 from eyas.sglang.replies import Decode, GenerateRequest, Reply, ReplyError
 from eyas.target.spec import TargetSpec
@@ -137,7 +137,7 @@ class Asker:
                 if not error.can_heal:
                     raise
                 record.note(error, counts=True)
-            except (ServerBusy, ServerUnreachable) as error:
+            except (ServerBusy, ServerUnreachable, ServerChanged) as error:
                 record.note(error, counts=False)
             except ClosedBeforeReply as error:  # the first time it is a dropped socket rather than this record
                 record.note(error, counts=record.was_dropped)
@@ -184,5 +184,8 @@ class Asker:
             raise
         finally:
             self._in_flight.remove(record.rid)
+        if difference := server.difference(reply.weight_version):
+            await self._pool.report_changed(server, difference)
+            raise ServerChanged(f"{server.url} rid={record.rid}: the reply has {difference}")
         await self._pool.report_success(server)
         return reply

@@ -208,8 +208,8 @@ class GenerationSession:
     async def _admit(self, server: Server) -> None:
         """Checks that a server must pass whenever it joins or returns."""
         info = await check_served_model(server.client, self.config.server, self.spec, self.renderer)
-        server.weight_version = str(info.get("weight_version") or "")
         await prove_same_target(server.client, self.renderer, self.run.root / FINGERPRINT_NAME)
+        server.weight_version, server.model_path = (str(info.get(key) or "") for key in ("weight_version", "model_path"))
 
     async def _abort_left_over(self) -> None:
         self._in_flight = InFlightLog(self.run.root / "responses" / "in-flight.log")

@@ -49,6 +49,10 @@ class ServerBusy(ServerError):
         self.retry_after_s = retry_after_s
 
 
+class ServerChanged(ServerError):
+    """A reply by other weights than the server had when it was proven to be the target."""
+
+
 class DeadlineExceeded(ServerError):
     """The request's deadline passed; it was aborted on the server."""
 

@@ -13,7 +13,7 @@ import logging
 import time
 import uuid
 
-from eyas.errors import EyasError
+from eyas.errors import ConfigError, EyasError
 from eyas.sglang.metrics import parse_metrics
 from eyas.sglang.pool import DEFAULT_LIMIT, Server, ServerPool
 
@@ -52,11 +52,19 @@ class PoolMonitor:
         try:
             load = await server.client.loads()
             metrics = parse_metrics(await server.client.metrics())
+            info = await server.client.model_info()
         except EyasError as error:
             if not await server.client.is_ready():
                 server.open_breaker(f"not ready ({type(error).__name__})")
             return
         load["generation_tokens"] = metrics.get("generation_tokens_total", 0.0)
+        difference = server.difference(str(info.get("weight_version") or ""), str(info.get("model_path") or ""))
+        if not difference and load["generation_tokens"] < server.load.get("generation_tokens", 0.0):
+            difference = "its count of generated tokens fell, so it was started anew"
+        if difference:
+            server.load = {}
+            server.doubt(difference)
+            return
         retracted = max(metrics.get("num_retracted_reqs", 0.0), load["retracted"])
         new_retractions = retracted - self._retracted.get(server.url, 0.0)
         self._retracted[server.url] = retracted
@@ -76,6 +84,9 @@ class PoolMonitor:
             reply = json.loads(await server.client.generate_raw(payload, rid=rid, deadline_s=PROBE_DEADLINE_S))
             if reply["meta_info"]["finish_reason"]["type"] not in ("length", "stop"):
                 raise ValueError("probe aborted")
+        except ConfigError as error:
+            server.doubt(f"probe: {error}")
+            server.probe_at = time.monotonic() + server.backoff_s
         except EyasError as error:
             server.open_breaker(f"probe: {type(error).__name__}: {error}")
         except (ValueError, KeyError, TypeError):

@@ -2,7 +2,8 @@
 
 A server's limit starts at its own `max_running_requests` and follows what it reports: waiting requests and
 retractions lower it, a full and queue-free server raises it. Three failures in a row open its breaker; it
-closes again after a real one-token `/generate`. Prompts that begin alike go to the same server while it has
+closes again after a real one-token `/generate`. A server that shows itself to be another one than was proven is
+out at once, and no success but a new proof brings it back. Prompts that begin alike go to the same server while it has
 room, so that its radix cache serves them (`cached_tokens` tells how often).
 """
 
@@ -47,6 +48,9 @@ class Server:
     num_done: int = 0
     num_retractions: int = 0
     weight_version: str = ""
+    model_path: str = ""
+    """Of `/model_info`, like `weight_version`, when it was proven to be the target; empty if it did not say."""
+    is_proven: bool = True
     reason: str = ""
     """Why it is out, as last seen."""
     out_since: float = 0.0
@@ -80,6 +84,19 @@ class Server:
         elif waiting == 0 and self.in_flight >= self.limit and self.limit < self.ceiling:
             self.limit = min(self.ceiling, self.limit + max(1, self.limit // 20))
 
+    def difference(self, weight_version: str, model_path: str = "") -> str:
+        """What the server now says of itself beside what it said when it was proven, in words; empty if nothing differs."""
+        pairs = (("weight_version", self.weight_version, weight_version), ("model_path", self.model_path, model_path))
+        return ", ".join(
+            f"{name} {seen!r}, proven as {proven!r}" for name, proven, seen in pairs if proven and seen and proven != seen
+        )
+
+    def doubt(self, reason: str) -> None:
+        """Trust the server no longer until it is proven anew, which is tried at the next look."""
+        self.is_proven = False
+        self.open_breaker(reason)
+        self.probe_at = 0.0
+
     def open_breaker(self, reason: str) -> None:
         """Trust the server no longer until a probe succeeds; each opening doubles the wait, jittered."""
         if self.state == "draining":
@@ -95,6 +112,7 @@ class Server:
     def close_breaker(self) -> None:
         """Trust the server again."""
         self.num_failures = 0
+        self.is_proven = True
         self.backoff_s = FIRST_BACKOFF_S
         if self.state in ("open", "joining"):
             log.info("server in url=%s limit=%d", self.url, self.limit)
@@ -158,7 +176,7 @@ class ServerPool:
     async def report_success(self, server: Server) -> None:
         server.num_done += 1
         server.num_failures = 0
-        if server.state == "open":
+        if server.state == "open" and server.is_proven:
             server.close_breaker()
             await self.wake()
 
@@ -166,6 +184,12 @@ class ServerPool:
         server.num_failures += 1
         if server.num_failures >= FAILURES_TO_OPEN and server.state == "ready":
             server.open_breaker(reason)
+            await self.wake()
+
+    async def report_changed(self, server: Server, reason: str) -> None:
+        """A reply shows that the server is another one than was proven."""
+        if server.is_proven:
+            server.doubt(reason)
             await self.wake()
 
     async def report_busy(self, server: Server, retry_after_s: float) -> None:

@@ -172,6 +172,13 @@ class _Finish(BaseModel):
     status_code: int | None = None
 
 
+class _Weights(BaseModel):
+    """Tokens `start` to `end` of a reply came from the weights `version`; an update between them makes two of these."""
+
+    model_config = ConfigDict(extra="ignore")
+    version: str
+
+
 class _Meta(BaseModel):
     model_config = ConfigDict(extra="ignore")
     id: StrictStr
@@ -180,6 +187,7 @@ class _Meta(BaseModel):
     completion_tokens: StrictInt = Field(ge=0)
     cached_tokens: int = 0
     weight_version: str | None = None
+    weight_versions: list[_Weights] | None = None
     num_retractions: int = 0
     queue_time: float | None = None
     first_token_latency: float | None = None
@@ -233,13 +241,19 @@ def accept(body: bytes, request: GenerateRequest, *, decode: Decode, vocab_size:
         finish_reason="stop" if finish.type == "stop" else "length",
         prompt_tokens=meta.prompt_tokens,
         cached_tokens=meta.cached_tokens,
-        weight_version=meta.weight_version or "",
+        weight_version=_weights(meta),
         text_match=_match_text(parsed.text, output_ids, decode, request, where),
         queue_time_s=meta.queue_time or 0.0,
         first_token_s=meta.first_token_latency or 0.0,
         e2e_s=meta.e2e_latency or 0.0,
         num_retractions=meta.num_retractions,
     )
+
+
+def _weights(meta: _Meta) -> str:
+    """The version of the weights behind a reply; all of them, joined by commas, where they changed while it was made."""
+    versions = dict.fromkeys(piece.version for piece in meta.weight_versions or [])
+    return ", ".join(versions) if len(versions) > 1 else meta.weight_version or ""
 
 
 def _aborted(finish: _Finish, request: GenerateRequest, where: str) -> AbortedReply:

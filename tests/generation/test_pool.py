@@ -21,6 +21,7 @@ from eyas.generation.control import Control, write_control
 from eyas.generation.session import GenerationSession, generate
 from eyas.sglang.client import ADMIN_TIMEOUT_S, SGLangClient
 from eyas.sglang.config import ServerConfig
+from eyas.sglang.health import PoolMonitor
 from eyas.sglang.pool import Server, ServerPool
 from eyas.workspace import RunFolder
 from tests.generation.conftest import journal_entries, tokenized_rows, until
@@ -84,6 +85,71 @@ async def test_one_of_two_servers_dies_and_the_other_does_the_rest(
         manifests = await work
     assert manifests["a"].counts.done == 80
     assert {entry["server"] for entry in journal_entries(run, "a")} == {one.url, two.url}
+
+
+async def test_a_server_that_answers_with_other_weights_spoils_no_record(
+    target: Path, tmp_path: Path, fast_retries: None, fast_ticks: None
+) -> None:
+    """It never went down: only its replies and `/model_info` tell."""
+    config = tiny_config(target, {"a": 60}, generation={"canary": 0, "max_attempts": 1}, server={"poll_interval_s": 0.2})
+    run = RunFolder(tmp_path).create()
+    write_prompts(run, config, "a", 80)
+    options: dict[str, Any] = {"delay_s": 0.03, "max_running_requests": 4}
+    with LoopbackServer(target, **options) as good, LoopbackServer(target, **options) as turns:
+        work = asyncio.create_task(generate(run, config, urls=[good.url, turns.url]))
+        await until(lambda: min(len(good.payloads), len(turns.payloads)) >= 5)
+        turns.salt, turns.weight_version = b"other", "v2"
+        manifests = await work
+    assert manifests["a"].counts.done == 80
+    entries = journal_entries(run, "a")
+    assert {entry["weight_version"] for entry in entries} == {"default"}
+    prompts = {payload["rid"].split("-")[1]: payload["input_ids"] for payload in [*good.payloads, *turns.payloads]}
+    assert all(entry["output_ids"] == good.answer(prompts[entry["id"]], 60)[0] for entry in entries)
+
+
+async def test_new_weights_that_compute_the_same_are_proven_and_taken_up(
+    target: Path, tmp_path: Path, fast_retries: None, fast_ticks: None
+) -> None:
+    config = tiny_config(target, {"a": 60}, generation={"canary": 0, "max_attempts": 1}, server={"poll_interval_s": 0.2})
+    run = RunFolder(tmp_path).create()
+    write_prompts(run, config, "a", 60)
+    with LoopbackServer(target, delay_s=0.03, max_running_requests=4) as server:
+        work = asyncio.create_task(generate(run, config, urls=[server.url]))
+        await until(lambda: len(server.payloads) >= 5)
+        num_probes, server.weight_version = server.num_probes, "v2"
+        manifests = await work
+        assert server.num_probes >= num_probes + 16, "it was taken back without the fingerprint"
+    assert manifests["a"].counts.done == 60
+    assert {entry["weight_version"] for entry in journal_entries(run, "a")} == {"default", "v2"}
+
+
+@pytest.mark.parametrize("sign", ["model_path", "restart"])
+async def test_what_the_monitor_sees_takes_a_changed_server_out_until_it_is_proven(target: Path, sign: str) -> None:
+    """Weights that call themselves `default`, as SGLang's do unless told otherwise: the name or the counters tell."""
+    proven: list[str] = []
+
+    async def admit(server: Server) -> None:
+        proven.append(server.url)
+        raise ConfigError("another target")
+
+    with LoopbackServer(target) as loopback:
+        async with SGLangClient(loopback.url, ServerConfig()) as client:
+            server = Server(client=client, state="ready", weight_version="default", model_path=str(target))
+            pool = ServerPool([server])
+            monitor = PoolMonitor(pool, [1, 2], interval_s=1.0)
+            monitor.admit = admit
+            await monitor.poll()
+            assert (server.state, proven) == ("ready", [])
+            if sign == "model_path":
+                loopback.model_path = "/models/other"
+            else:
+                server.load = {"generation_tokens": 1000.0}
+            await monitor.poll()
+            assert server.state == "open"
+            await monitor.poll()
+            assert proven == [server.url]
+            await pool.report_success(server)
+            assert server.room == 0, "a reply that was on its way brought an unproven server back"
 
 
 async def test_a_server_joins_and_another_is_drained_while_it_runs(target: Path, tmp_path: Path, fast_ticks: None) -> None:

@@ -62,6 +62,8 @@ class LoopbackServer:
         self.num_probes = 0
         self.num_connections = 0
         self.shift_logprobs = 0.0
+        self.weight_version = "default"
+        self.salt = b""
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
@@ -83,8 +85,8 @@ class LoopbackServer:
         return f"http://127.0.0.1:{self.port}"
 
     def answer(self, input_ids: list[int], max_new_tokens: int) -> tuple[list[int], str]:
-        """(output ids, finish reason), derived from the prompt."""
-        seed = hashlib.blake2b(array("q", input_ids).tobytes(), digest_size=64).digest()
+        """(output ids, finish reason), derived from the prompt and from `salt`, which stands for the weights."""
+        seed = hashlib.blake2b(array("q", input_ids).tobytes() + self.salt, digest_size=64).digest()
         length = 3 + int.from_bytes(seed[:4], "big") % (2 * self.mean_tokens - 3)
         body = [FIRST_BYTE_ID + 33 + seed[(5 * i + i // 64) % 64] % 90 for i in range(length)]
         if OPEN_ID in input_ids[-3:] and self.reasons:
@@ -143,7 +145,7 @@ class LoopbackServer:
             return 200, {
                 "model_path": self.model_path,
                 "served_model_name": Path(self.model_path).name,
-                "weight_version": "default",
+                "weight_version": self.weight_version,
             }
         if route == "/server_info":
             return 200, {"context_length": self.context_length, "max_running_requests": self.max_running_requests}
@@ -213,7 +215,7 @@ class LoopbackServer:
                 "prompt_tokens": len(input_ids),
                 "completion_tokens": len(output_ids),
                 "cached_tokens": 0,
-                "weight_version": "default",
+                "weight_version": self.weight_version,
                 "num_retractions": 0,
                 "queue_time": 0.0,
                 "first_token_latency": 0.001,

@@ -43,6 +43,11 @@ def test_a_recorded_stop_passes_with_its_end_token() -> None:
     assert reply.e2e_s == pytest.approx(5.653, abs=0.001)
 
 
+def test_weights_that_change_while_a_reply_is_made_are_no_version_of_their_own() -> None:
+    pieces = [{"version": "default", "start": 0, "end": 5}, {"version": "v2", "start": 5, "end": 8}]
+    assert judge(changed(weight_versions=pieces)).weight_version == "default, v2"
+
+
 def test_a_recorded_length_passes() -> None:
     assert judge(recordings.LENGTH, asked(3, [2])).finish_reason == "length"
 
