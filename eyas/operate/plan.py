@@ -159,7 +159,7 @@ def check_disk(outlook: Forecast, config: RunConfig, folder_free_bytes: int, whe
         f"disk of {where} has {size(folder_free_bytes)} free; the run still writes about {size(outlook.disk_bytes_to_write)} "
         f"({size(largest.disk_bytes)} in phase {largest.phase}) and keeps {size(reserve)} free (hidden.disk_reserve_bytes); "
         "free space, choose another --run or a smaller hidden.codec, keep only a window of states (hidden.disk_budget), or lower "
-        "prompts.subsample"
+        "prompts.subsample or the quotas (each source is taken to fill its quota until phase 1 has counted its rows)"
     )
 
 

@@ -68,10 +68,12 @@ def check_files(config: RunConfig) -> None:
     files = {key: source.removeprefix("file:") for key, source in named.items() if source.startswith("file:")}
     if config.server.api_key_file:
         files["server.api_key_file"] = config.server.api_key_file
+    paths = {key: Path(os.path.expanduser(name)) for key, name in files.items()}
+    if missing := [f"{key}: {path}" for key, path in paths.items() if not path.exists()]:
+        relative = "" if all(path.is_absolute() for path in paths.values()) else f" (a relative path begins at {Path.cwd()})"
+        raise ConfigError(f"{', '.join(missing)} {'do' if len(missing) > 1 else 'does'} not exist; correct the path{relative}")
     for key, name in files.items():
-        path = Path(os.path.expanduser(name))
-        if not path.exists():
-            raise ConfigError(f"{key}: {name} does not exist; correct the path, which is relative to {Path.cwd()}")
+        path = paths[key]
         if not (path.is_file() or path.is_dir()):
             raise ConfigError(f"{key}: {name} is a device or a pipe, which cannot be read twice; give a file or a folder")
 

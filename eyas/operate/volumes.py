@@ -120,6 +120,8 @@ def _dataset(run: RunFolder, config: RunConfig, dataset: DatasetConfig, progress
     else:
         mean = float(min(cap, ASSUMED_RESPONSE_TOKENS))
         basis = f"assumed: {ASSUMED_RESPONSE_TOKENS:,} tokens a reply, or the cap where it is lower"
+    if prompts is None:
+        basis = f"assumed: each source fills its quota, {ASSUMED_PROMPT_TOKENS} tokens a prompt; {basis.removeprefix('assumed: ')}"
     is_known = bool(prompts or dataset.quota)
     if not is_known:
         basis = f"{dataset.name} has no quota: unknown before phase 1"

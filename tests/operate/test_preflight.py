@@ -72,6 +72,20 @@ def test_missing_prompt_file(config_file: Write, refused: Callable[..., str]) ->
     assert "/nowhere/rows.jsonl does not exist" in line
 
 
+def test_every_missing_file_is_named_at_once_and_no_folder_beside_absolute_paths(
+    config_file: Write, refused: Callable[..., str]
+) -> None:
+    changes = ["--set", "prompts.datasets.0.source=file:/nowhere/rows.jsonl", "--set", "benchmark.sets=['file:/nowhere/q.jsonl']"]
+    line = refused(config_file(), *changes)
+    assert "B1_calls.source: /nowhere/rows.jsonl, benchmark.sets.0: /nowhere/q.jsonl do not exist; correct the path" in line
+    assert "relative" not in line
+
+
+def test_a_missing_relative_file_says_where_its_path_begins(config_file: Write, refused: Callable[..., str]) -> None:
+    line = refused(config_file(), "--set", "prompts.datasets.0.source=file:rows-of-nobody.jsonl")
+    assert f"rows-of-nobody.jsonl does not exist; correct the path (a relative path begins at {Path.cwd()})" in line
+
+
 def test_unknown_package_of_prompts(config_file: Write, refused: Callable[..., str]) -> None:
     assert "package:none" in refused(config_file(), "--set", "prompts.datasets.0.source=package:none")
 
