@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from eyas.errors import ArtifactError
 from eyas.files import read_json, write_bytes
-from eyas.manifest import Manifest, load_manifest
+from eyas.manifest import Manifest, load_manifest, verify_manifest
 from eyas.operate import plots, series
 from eyas.operate.baseline import baseline_said
 from eyas.operate.curve_result import advice, read_curve
@@ -58,7 +58,7 @@ def gather(run: RunFolder) -> dict[str, Any]:
     about = read_json(run.run_json)
     names = [dataset["name"] for dataset in about["config"]["prompts"]["datasets"]]
     plan = _optional(run.plan_json)
-    results = _optional(run.benchmark / "results.json")
+    results = _results(run)
     rows, replays = series.metrics(run)
     return {
         "name": status.name,
@@ -239,6 +239,15 @@ def _intervals(results: dict[str, Any]) -> list[plots.Interval]:
             name = item["group"] if item["kind"] == "per_dataset" else f"set {item['group']}"
             rows.append(plots.Interval(name, item["accept_length"], item["interval_95"], marks))
     return rows
+
+
+def _results(run: RunFolder) -> dict[str, Any]:
+    """What the benchmark found, if its files are what its manifest says; otherwise empty."""
+    try:
+        verify_manifest(run.benchmark)
+    except ArtifactError:
+        return {}
+    return _optional(run.benchmark / "results.json")
 
 
 def _manifest(folder: Path) -> Manifest | None:

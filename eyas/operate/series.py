@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -107,8 +108,12 @@ def forecast_history(run: RunFolder) -> ForecastHistory | None:
     return history
 
 
+_FIGURES = {"train": ("step", "loss"), "heldout": ("step", "accept_length")}
+"""What each kind of row is drawn from; `json` reads numbers that are none as floats."""
+
+
 def metrics(run: RunFolder) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(training rows, held-out replays) of `draft/metrics.jsonl`; a torn line, or one that is no object, is passed over."""
+    """(training rows, held-out replays) of `draft/metrics.jsonl`; a torn line, or one without its figures, is passed over."""
     path = run.draft / "metrics.jsonl"
     rows = []
     for _, line in read_json_lines(path) if path.is_file() else []:
@@ -116,7 +121,8 @@ def metrics(run: RunFolder) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict):
+        wanted = _FIGURES.get(str(row.get("kind")), ()) if isinstance(row, dict) else ()
+        if wanted and all(isinstance(row.get(key), (int, float)) and math.isfinite(row[key]) for key in wanted):
             rows.append(row)
     return [row for row in rows if row.get("kind") == "train"], [row for row in rows if row.get("kind") == "heldout"]
 

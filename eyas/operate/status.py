@@ -85,6 +85,8 @@ def read_status(root: Path, *, work: dict[str, dict[str, Any]] | None = None) ->
         config = read_json(run.run_json)["config"]
         run_name, names = config["name"], [dataset["name"] for dataset in config["prompts"]["datasets"]]
         stall_s = float(config["operate"]["stall_s"])
+        if not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise TypeError("a dataset's name is no name of a folder")
     except (ArtifactError, TypeError, KeyError, ValueError) as error:
         raise damaged_run(run) from error
     plan = _optional_json(run.plan_json)
@@ -155,7 +157,7 @@ def _phase_status(
         if not (folder / "manifest.json").is_file():
             continue
         try:
-            manifests.append(verify_manifest(folder, checks_digests=False))
+            manifests.append(verify_manifest(folder, checks_digests=phase == "bench"))  # its figures are shown, its files small
         except ArtifactError as error:
             trouble = str(error)
     pieces = [message for message in messages if phase_of_stage(message.stage) == phase]
