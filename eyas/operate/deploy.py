@@ -25,7 +25,13 @@ from eyas.workspace import RunFolder
 
 CANARIES = 32
 
-Outcome = Literal["nothing was switched", "serving with the draft", "going back", "rolled back: serving the target without draft"]
+Outcome = Literal[
+    "nothing was switched",
+    "being proven",
+    "serving with the draft",
+    "going back",
+    "rolled back: serving the target without draft",
+]
 
 
 class Deployment(Decision):
@@ -61,14 +67,23 @@ def deploy(run: RunFolder, config: RunConfig, host: TargetHost, *, api_key: str 
     check_measured(run, spec, manifest)
     rows, at_generation = canary_rows(run, manifest), kept_fingerprint(run.root / FINGERPRINT_NAME)
     checks: list[Check] = []
+    _record(run, Decision(serves_draft=False, reason="the draft is being proven", checks=[]), "being proven")
     try:
         for url in host.enter("draft", draft=Draft(export, config.benchmark.shape)):
             checks += canary(url, rows, config, spec, export, at_generation=at_generation, api_key=api_key)
     except EyasError as error:
         checks.append(Check(name="service", holds=False, seen=str(error), wanted="servers that answer with the draft"))
+    except BaseException as error:  # Ctrl-C, SIGTERM, a cancelled flow: nobody has proven what would go on serving
+        reason = f"interrupted before the draft was proven ({type(error).__name__})"
+        _roll_back(run, host, Decision(serves_draft=False, reason=reason, checks=checks), say)
+        raise
     decision = decide(checks)
     if decision.serves_draft:
         return _record(run, decision, "serving with the draft")
+    return _roll_back(run, host, decision, say)
+
+
+def _roll_back(run: RunFolder, host: TargetHost, decision: Decision, say: Say) -> Deployment:
     say(f"going back to the target without draft: {decision.reason}")
     _record(run, decision, "going back")  # first, so that the reason stands even if the way back fails
     host.enter("generate", alone=True)

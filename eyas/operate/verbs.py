@@ -114,10 +114,13 @@ def export_verb(options: argparse.Namespace, api_key: str) -> int:
 def deploy_verb(options: argparse.Namespace, api_key: str) -> int:
     """The draft in service, or 1 and the reason; Eyas' own engine is tried and then left to `eyas engine`."""
     from eyas.operate.deploy import deploy_run
+    from eyas.operate.pipeline import held
 
     config = read_config(options)
     run, key = RunFolder(options.run), server_api_key(config, api_key)
-    decision = deploy_run(run, config, api_key=key)
+    require_finished(run, "bench", [run.benchmark], for_what="eyas deploy")
+    with held(run):
+        decision = deploy_run(run, config, api_key=key)
     if not decision.serves_draft:
         print(f"not deployed: {decision.reason}", file=sys.stderr)
         return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 from collections.abc import Iterator
@@ -110,6 +111,26 @@ def test_servers_that_never_come_up_with_the_draft_are_rolled_back(scene: Scene)
     scene.host.fails = "draft"
     assert "never came up" in scene.deploy().reason
     assert scene.host.modes[-1] == "generate alone"
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, asyncio.CancelledError, SystemExit])
+def test_a_deployment_that_is_interrupted_leaves_no_unproven_draft_in_service(
+    scene: Scene, interruption: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert scene.deploy().serves_draft
+    seen: list[str] = []
+
+    def interrupted(*_: object, **__: object) -> Any:
+        seen.append(scene.record["outcome"])
+        raise interruption
+
+    monkeypatch.setattr("eyas.operate.deploy.canary", interrupted)
+    with pytest.raises(interruption):
+        scene.deploy()
+    assert seen == ["being proven"], "the word of the deployment before stood while another was proven"
+    assert scene.host.modes[-1] == "generate alone"
+    assert scene.record["outcome"].startswith("rolled back")
+    assert "interrupted" in scene.record["reason"]
 
 
 def test_a_way_back_that_fails_is_told_and_the_reason_stands(scene: Scene) -> None:

@@ -92,3 +92,18 @@ def test_what_nobody_foresaw_is_one_line_and_a_traceback_in_the_logs(
     assert line.startswith("error: unexpected IndexError: list index out of range;")
     assert line.count("\n") == 1
     assert "Traceback" in (run.logs / "error.log").read_text()
+
+
+def test_no_draft_is_deployed_on_a_host_whose_run_is_at_work(
+    finished_run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A host that generates would be taken from it."""
+    switched: list[object] = []
+    monkeypatch.setattr("eyas.operate.deploy.deploy_run", lambda *_, **__: switched.append(1))
+    with pipeline.held(finished_run):
+        assert cli.main(["deploy", "--run", str(finished_run.root)]) == 2
+    assert "is in use by process" in capsys.readouterr().err
+    (finished_run.benchmark / "manifest.json").unlink()
+    assert cli.main(["deploy", "--run", str(finished_run.root)]) == 2
+    assert "eyas bench" in capsys.readouterr().err
+    assert switched == []
