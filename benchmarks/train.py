@@ -5,7 +5,8 @@
 Each implementation runs in a process of its own; peak memory is the process's, and beside it stands what was there before
 the model was made (Python and torch). The textbook one is the
 usual training-time test: a dense [T, S·T] mask, every step's keys kept in one growing cache, head and
-cross-entropy at every position in fp32, fp32 parameters under bf16 autocast, AdamW. Positions are all
+cross-entropy at every position in fp32, fp32 parameters, under bf16 autocast where the machine multiplies bf16 in
+hardware, AdamW. Everybody computes in the precision that is native to the machine. Positions are all
 tokens of the records; a third of each is prompt. `--peers` adds the projects of `train_peers.py`, each in an
 environment of its own in that folder, made from the package index on first use (minutes, 1 GB each).
 """
@@ -31,6 +32,7 @@ from eyas.draft.loss import LossResult, TargetRows, kept_rows, unrolled_loss
 from eyas.draft.model import Draft, rms_norm
 from eyas.draft.optimizer import MasterAdamW
 from eyas.draft.spec import DraftSpec
+from eyas.target.precision import native_dtype
 
 H, V, D = 576, 49_152, 8_192
 DECAY = 0.8
@@ -132,7 +134,7 @@ class Textbook:
         tokens, mask = torch.stack([item.tokens for item in data]), torch.stack([item.loss_mask for item in data])
         aux, final = torch.stack([item.aux for item in data]).float(), torch.stack([item.final for item in data]).float()
         self.optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=native_dtype() == "bfloat16"):
             loss = self.loss(tokens, mask, aux, final)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
@@ -215,9 +217,9 @@ def flops(data: list[Record], unroll: int) -> float:
     return 6.0 * (keys * (3 * H * H + kv) + columns * per_column) + 2.0 * columns * D * H
 
 
-def matrix_rate() -> float:
-    """The machine's bf16 rate on a large product, in GFLOP/s."""
-    a, b = torch.randn(2048, 2048).bfloat16(), torch.randn(2048, 2048).bfloat16()
+def matrix_rate(dtype: torch.dtype) -> float:
+    """The machine's rate on a large product, in GFLOP/s."""
+    a, b = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
     best = float("inf")
     for _ in range(6):
         begun = time.perf_counter()
@@ -239,15 +241,16 @@ def main() -> None:
     if options.only:
         print(json.dumps(measure(options.only, options)))
         return
-    rate = matrix_rate()
+    native = native_dtype()
+    rate = matrix_rate(getattr(torch, native))
     print(f"unroll {options.unroll}, {options.batch_tokens} positions a batch, records of {options.length}")
-    print(f"this machine multiplies bf16 matrices at {rate:.0f} GFLOP/s")
+    print(f"this machine multiplies {native} matrices at {rate:.0f} GFLOP/s")
     results = {}
     shape = [f"--{key.replace('_', '-')}={getattr(options, key)}" for key in ("unroll", "batch_tokens", "length", "steps")]
     ours = [sys.executable, "-m", "benchmarks.train", *shape, *(["--recompute"] if options.recompute else [])]
-    commands = {name: [*ours, "--only", name] for name in ("textbook", "bfloat16", "float32")}
+    commands = {name: [*ours, "--only", name] for name in dict.fromkeys(("textbook", native, "float32"))}
     if options.peers is not None:
-        commands |= {name: [peer_python(options.peers, name), PEER_FILE, name, *shape] for name in PEERS}
+        commands |= {name: [peer_python(options.peers, name), PEER_FILE, name, *shape, f"--dtype={native}"] for name in PEERS}
     for name, command in commands.items():
         environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"} if name in PEERS else None
         done = subprocess.run(command, capture_output=True, text=True, env=environment)

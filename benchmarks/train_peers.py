@@ -38,8 +38,8 @@ SHAPE = {
 }
 
 
-def specforge(count: int, length: int, unroll: int) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
-    """`OnlineEagle3Model` with sdpa attention, bf16; the whole target vocabulary is projected once a step."""
+def specforge(count: int, length: int, unroll: int, dtype: torch.dtype) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    """`OnlineEagle3Model` with sdpa attention, weights in `dtype`; the whole target vocabulary is projected once a step."""
     with _stand_in_for_triton():
         from specforge.core import loss as plain
     import specforge.algorithms.eagle3.model as eagle3
@@ -51,12 +51,12 @@ def specforge(count: int, length: int, unroll: int) -> tuple[torch.nn.Module, Ca
 
     eagle3.LogSoftmaxLoss = types.SimpleNamespace(apply=loss)
     config = LlamaConfig(**SHAPE, draft_vocab_size=D, target_hidden_size=H, pad_token_id=0)
-    draft = LlamaForCausalLMEagle3(config, attention_backend="sdpa").bfloat16()
+    draft = LlamaForCausalLMEagle3(config, attention_backend="sdpa").to(dtype)
     draft.embed_tokens.weight.requires_grad_(False)
     draft.t2d.copy_(torch.arange(V) < D)
     model = eagle3.OnlineEagle3Model(draft, length=unroll, attention_backend="sdpa")
-    head = (torch.randn(V, H) * 0.02).bfloat16()
-    tokens, mask, aux, final = batch(count, length)
+    head = (torch.randn(V, H) * 0.02).to(dtype)
+    tokens, mask, aux, final = batch(count, length, dtype)
 
     def compute() -> torch.Tensor:
         losses = model(
@@ -71,8 +71,8 @@ def specforge(count: int, length: int, unroll: int) -> tuple[torch.nn.Module, Ca
     return model, compute
 
 
-def speculators(count: int, length: int, unroll: int) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
-    """`Eagle3DraftModel` with sdpa attention under bf16 autocast; the records are packed into one row."""
+def speculators(count: int, length: int, unroll: int, dtype: torch.dtype) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    """`Eagle3DraftModel` with sdpa attention, under autocast if `dtype` is bf16; the records are packed into one row."""
     from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -94,7 +94,7 @@ def speculators(count: int, length: int, unroll: int) -> tuple[torch.nn.Module, 
     with torch.no_grad():
         for weight in (model.lm_head.weight, model.embed_tokens.weight, model.verifier_lm_head.weight):
             weight.copy_(torch.randn_like(weight) * 0.02)
-    tokens, mask, aux, final = batch(count, length)
+    tokens, mask, aux, final = batch(count, length, dtype)
     rows = {
         "hidden_states": aux.reshape(1, -1, AUX * H),
         "input_ids": tokens.reshape(1, -1),
@@ -105,20 +105,20 @@ def speculators(count: int, length: int, unroll: int) -> tuple[torch.nn.Module, 
     }
 
     def compute() -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             found = model(**rows, ttt_steps=unroll, ttt_step_loss_decay=DECAY, loss_config=losses)
         return next(item for item in found if torch.is_tensor(item) and item.dim() == 0)
 
     return model, compute
 
 
-def batch(count: int, length: int) -> tuple[torch.Tensor, ...]:
+def batch(count: int, length: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Tokens, mask (a third is prompt), aux and final states of `count` random records of `length` tokens."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, D, (count, length), generator=generator)
     mask = (torch.arange(length) >= length // 3).long().repeat(count, 1)
-    aux = torch.randn(count, length, AUX * H, generator=generator).bfloat16()
-    return tokens, mask, aux, torch.randn(count, length, H, generator=generator).bfloat16()
+    aux = torch.randn(count, length, AUX * H, generator=generator).to(dtype)
+    return tokens, mask, aux, torch.randn(count, length, H, generator=generator).to(dtype)
 
 
 @contextlib.contextmanager
@@ -137,11 +137,12 @@ def main() -> None:
     parser.add_argument("peer", choices=["specforge", "speculators"])
     for name in ("unroll", "batch-tokens", "length", "steps"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], required=True)
     options = parser.parse_args()
     torch.manual_seed(0)
     count = max(1, options.batch_tokens // options.length)
     length = options.batch_tokens // count
-    model, compute = globals()[options.peer](count, length, options.unroll)
+    model, compute = globals()[options.peer](count, length, options.unroll, getattr(torch, options.dtype))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     masters = [parameter.detach().float().clone() for parameter in trained]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
