@@ -152,10 +152,7 @@ async def test_a_deadline_gives_three_times_what_such_a_reply_takes_now(
         deadlines.append(deadline_s)
         return make_reply(5)
 
-    server = cast(
-        Server,
-        SimpleNamespace(url="http://s", client=SimpleNamespace(generate=generate), num_done=0, num_failures=0, state="ready"),
-    )
+    server = Server(client=cast(SGLangClient, SimpleNamespace(url="http://s", generate=generate)), state="ready")
     prompt = cast(Prompt, SimpleNamespace(id="p", input_ids=[5] * 10, max_new_tokens=256, split="train"))
     await asker._attempt(prompt, Record(start_number=0), server)
     in_flight.close()
