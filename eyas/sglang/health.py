@@ -85,8 +85,8 @@ class PoolMonitor:
             if reply["meta_info"]["finish_reason"]["type"] not in ("length", "stop"):
                 raise ValueError("probe aborted")
         except ConfigError as error:
-            server.doubt(f"probe: {error}")
-            server.probe_at = time.monotonic() + server.backoff_s
+            server.is_proven = False
+            server.open_breaker(f"probe: {error}")
         except EyasError as error:
             server.open_breaker(f"probe: {type(error).__name__}: {error}")
         except (ValueError, KeyError, TypeError):
