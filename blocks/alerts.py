@@ -26,7 +26,7 @@ AlertEvent = Literal[
 
 
 class Alert(Block):
-    """Sends chosen events to Prefect notification blocks (Slack, mail, Teams, …) or webhooks."""
+    """Sends chosen events to Prefect notification blocks (Slack, mail, Teams, Custom Webhook, …)."""
 
     _block_type_name = "Alert"
     _block_type_slug = "eyas-alert"
@@ -34,6 +34,6 @@ class Alert(Block):
     _code_example = 'Alert(to=["slack-webhook/ops"], events=["run failed", "gate breached"]).save("ops")'
 
     to: list[str] = Field(
-        min_length=1, description='Blocks that deliver, as a list of type/name: `["slack-webhook/ops", "webhook/pager"]`.'
+        min_length=1, description='Blocks that deliver, as a list of type/name: `["slack-webhook/ops", "custom-webhook/pager"]`.'
     )
     events: list[AlertEvent] = Field(default=list(get_args(AlertEvent)), description="Events that are sent.")

@@ -7,12 +7,12 @@ manifests decide, and Prefect refuses to change a final state.
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
-from typing import Any
 
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import StateType
-from prefect.events.actions import CallWebhook, ChangeFlowRunState, SendNotification
+from prefect.events.actions import ChangeFlowRunState, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
@@ -26,6 +26,9 @@ from tasks.events import EVENT_PREFIX, event_name
 HEARTBEAT_S = 30
 """Seconds between heartbeats of a flow run started by `up` (PREFECT_FLOWS_HEARTBEAT_FREQUENCY)."""
 
+JSON_DATA = {"event": "{{subject}}", "text": "{{body}}"}
+"""What a Custom Webhook block is best given to send: Prefect fills the two placeholders of an alert."""
+
 _HEARTBEAT = "prefect.flow-run.heartbeat"
 _ENDS = [f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "Cancelled", "Crashed")]
 _TAGGED = ResourceSpecification({"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"})
@@ -37,8 +40,7 @@ _STATES: dict[str, set[str]] = {
 }
 _MESSAGE = "(event.payload.message or (event.payload.validated_state or {}).message or '')"
 _RUN = "(event.resource.name or event.resource['prefect.resource.name'] or event.resource.id)"
-_BODY = f"{{{{ {_RUN} }}}}: {{{{ {_MESSAGE} }}}}"
-_JSON = f'{{"event": "%s", "run": {{{{ {_RUN} | tojson }}}}, "text": {{{{ {_MESSAGE} | tojson }}}}}}'
+_BODY = f"{{{{ [{_RUN}, {_MESSAGE}] | select | join(': ') }}}}"
 
 
 async def register_automations(client: PrefectClient, *, silence_s: float = 3 * HEARTBEAT_S) -> None:
@@ -108,14 +110,19 @@ async def _alert_automation(client: PrefectClient, name: str, alert: Alert, even
     )
 
 
-async def _action(client: PrefectClient, reference: str, event: str) -> Any:
+async def _action(client: PrefectClient, reference: str, event: str) -> SendNotification:
     slug, separator, name = reference.partition("/")
     if not separator:
         raise ConfigError(f"Alert delivers to {reference!r}; write type/name, for instance slack-webhook/ops")
+    if slug == "webhook":
+        # Its calls share one connection pool, which the first call to end closes under every other: two events of one moment, as a
+        # crash is, lose one of their alerts, and nothing sends it again.
+        raise ConfigError(
+            f"Alert delivers to {reference!r}, but a Webhook block loses calls that are made at the same moment; create a "
+            f"Custom Webhook block with its URL and the JSON data {json.dumps(JSON_DATA)}, and deliver to custom-webhook/{name}"
+        )
     try:
         document = await client.read_block_document_by_name(name, slug)
     except ObjectNotFound as error:
         raise ConfigError(f"Alert delivers to {reference!r}, which does not exist; create that block first") from error
-    if slug == "webhook":
-        return CallWebhook(block_document_id=document.id, payload=_JSON % event)
     return SendNotification(block_document_id=document.id, subject=f"Eyas: {event}", body=_BODY)

@@ -152,9 +152,9 @@ class Stack:
         assert reply.json()["status"] == "ACCEPT", reply.text
 
 
-def until(condition: Callable[[], Any]) -> Any:
+def until(condition: Callable[[], Any], within_s: float = PATIENCE_S) -> Any:
     """Poll until the condition is truthy; its value."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + within_s
     while not (value := condition()):
         assert time.monotonic() < deadline, "never happened"
         time.sleep(0.2)
